@@ -1,0 +1,1 @@
+"""autoplan: module -> Trace -> Problem -> Solution -> Plan -> module."""

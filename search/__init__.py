@@ -1,0 +1,1 @@
+"""CP-SAT search over plain integers; never imports torch."""
