@@ -35,7 +35,7 @@ def decode(kind: type[T], value: Any, path: str = "") -> T:
     """Return `value` (plain JSON types) as an instance of `kind`.
 
     Args:
-        kind: a frozen dataclass, or any type built from dataclasses, tuple, dict, unions and scalars.
+        kind: a frozen dataclass, or a type built from those, tuple, dict, unions, scalars.
         value: what `json.loads` gave.
         path: where `value` stands in its document; used in messages.
 
@@ -140,9 +140,7 @@ def _decode_dataclass(kind: Any, value: Any, path: str) -> Any:
     for name, field in fields.items():
         if name in value:
             arguments[name] = _decode(hints[name], value[name], where + name)
-        elif (
-            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        ):
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ValueError(f"{where}{name}: missing key")
     try:
         return kind(**arguments)

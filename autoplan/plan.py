@@ -1,0 +1,257 @@
+"""The plan: every decision, as one readable JSON document, with what it predicts and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from autoplan import codec
+from autoplan.errors import PlanError
+
+__all__ = [
+    "BlockPlan",
+    "Layout",
+    "Mesh",
+    "Plan",
+    "Predicted",
+    "Recompute",
+    "SearchRecord",
+    "Simpler",
+    "StagePlan",
+]
+
+Schedule = Literal["none", "gpipe", "1f1b"]
+
+MEMORY_CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "working",
+    "reserve",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Degrees of data, tensor and pipeline parallelism; their product is the world size.
+
+    Ranks are numbered with tp fastest, then dp, then pp: rank = (p * dp + d) * tp + t.
+    """
+
+    dp: int
+    tp: int
+    pp: int
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "pp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    @property
+    def world_size(self) -> int:
+        """Return dp * tp * pp."""
+        return self.dp * self.tp * self.pp
+
+    def __str__(self) -> str:
+        return f"dp={self.dp} tp={self.tp} pp={self.pp}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """What a block keeps for its backward.
+
+    Attributes:
+        mode: `none`: all that autograd saves. `full`: only the block's inputs; it runs again.
+            `selective`: inputs and the results of the ops in `keep`.
+        keep: op names of the block's graph whose results are kept; empty unless selective.
+    """
+
+    mode: Literal["none", "full", "selective"]
+    keep: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.mode == "selective") != bool(self.keep):
+            raise ValueError(f"mode {self.mode} with {len(self.keep)} kept ops: only selective has")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Tensor-parallel placements of one block class.
+
+    Attributes:
+        block: name of the block class in the trace.
+        degree: tp.
+        axes: per op that is not `whole`, the axis of its shard option.
+        parameters: per state FQN (as in the trace) its placement: R, S(dim) or S(dim,outer).
+    """
+
+    block: str
+    degree: int
+    axes: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPlan:
+    """One call of the chain: its index and FQN, and the names of its layout and recompute entry."""
+
+    call: int
+    fqn: str
+    block: str
+    placements: str
+    recompute: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """A pipeline stage: consecutive calls of the chain."""
+
+    index: int
+    blocks: tuple[BlockPlan, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What the plan is predicted to take; all of it follows from the profile in `provenance`.
+
+    Attributes:
+        step_time_s: one optimizer step of the whole global batch.
+        peak_memory_bytes: per stage, of its fullest rank, reserve included.
+        memory_by_category: per stage, bytes by category at the instant of the peak.
+        stage_time_s: per stage, forward plus backward of one micro-batch.
+        time_by_category: of the step, seconds by category.
+        capacity_bytes: Device_Memory that every peak was held against.
+        lookups: how many cost look-ups were measured, interpolated, extrapolated, roofline.
+    """
+
+    step_time_s: float
+    peak_memory_bytes: tuple[int, ...]
+    memory_by_category: tuple[dict[str, int], ...]
+    stage_time_s: tuple[float, ...]
+    time_by_category: dict[str, float]
+    capacity_bytes: int
+    lookups: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchRecord:
+    """How the search ended.
+
+    Attributes:
+        status: optimal, feasible (ended by a limit or an interrupt), or priced (not searched).
+        objective_s: predicted step time of the plan by the search's cost model.
+        bound_s: proven: no plan of the space is faster.
+        gap: (objective - bound) / objective.
+        wall_time_s: of the search, trace excluded.
+        settings: number of settings by outcome (solved, cut, infeasible, unexplored).
+        outcomes: per setting, why it lost.
+    """
+
+    status: Literal["optimal", "feasible", "priced"]
+    objective_s: float
+    bound_s: float
+    gap: float
+    wall_time_s: float
+    settings: dict[str, int] = field(default_factory=dict)
+    outcomes: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simpler:
+    """A simpler strategy beside the plan: what it would need and take.
+
+    Attributes:
+        name: such as `DDP`, `ZeRO-3`, `recompute every block on one device`.
+        fits: within Device_Memory.
+        peak_memory_bytes: largest over ranks.
+        step_time_s: predicted, whether or not it fits.
+        note: why it cannot be, if it cannot.
+    """
+
+    name: str
+    fits: bool
+    peak_memory_bytes: int
+    step_time_s: float
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that is needed to run a model in parallel, and what was predicted of it.
+
+    Attributes:
+        model: class name, for people.
+        fingerprint: of the program that was planned; another model is refused.
+        mesh: degrees.
+        zero_stage: 0 to 3.
+        microbatch_size: rows of one micro-batch on one rank.
+        num_microbatches: micro-batches per step and rank.
+        global_batch_size: dp * num_microbatches * microbatch_size.
+        schedule: `none` without a pipeline.
+        mixed_precision: `bfloat16` computes in it over parameters of the model's own dtype.
+        optimizer: name of the optimizer that the memory was counted for.
+        stages: blocks of each stage.
+        recompute: named recompute entries.
+        placements: named layouts.
+        shared: groups of FQNs of one parameter that live in one or more stages.
+        predicted: time and memory.
+        search: status, bound, gap.
+        simpler: simpler strategies, for comparison.
+        provenance: profile, origins, versions, seed, cluster.
+        notes: what a reader must know.
+    """
+
+    schema_version: int = 1
+    model: str
+    fingerprint: str
+    mesh: Mesh
+    zero_stage: int
+    microbatch_size: int
+    num_microbatches: int
+    global_batch_size: int
+    schedule: Schedule
+    mixed_precision: Literal["none", "bfloat16"] = "none"
+    optimizer: str
+    stages: tuple[StagePlan, ...]
+    recompute: dict[str, Recompute]
+    placements: dict[str, Layout]
+    shared: tuple[tuple[str, ...], ...] = ()
+    predicted: Predicted
+    search: SearchRecord
+    simpler: tuple[Simpler, ...] = ()
+    provenance: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """Return readable JSON text."""
+        return codec.dumps(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Return the plan that `to_json` wrote.
+
+        Raises:
+            PlanError: names the key that is missing, unknown or wrong.
+        """
+        try:
+            return codec.loads(cls, text, "plan")
+        except ValueError as error:
+            raise PlanError(str(error)) from None
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON to `path`, whole or not at all."""
+        target = Path(path)
+        partial = target.with_name(target.name + ".partial")
+        partial.write_text(self.to_json() + "\n")
+        partial.replace(target)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Return the plan in the file at `path`; a PlanError names the file and what is wrong."""
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise PlanError(f"cannot read plan {path}: {error.strerror}") from None
+        return cls.from_json(text)
