@@ -1,0 +1,228 @@
+"""Bytes over time of one block on one rank: forward, between, and backward.
+
+The simulation walks the local ops as the emitted code does: a value is freed after its last reader
+unless autograd keeps it, backward runs in reverse order, gradients of values with several readers
+are added up, and a recompute region first runs its forward again. Parameters and their gradients
+are not counted here; gradients are reported by op so that the caller can place them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from autoplan.local import LocalBlock, LocalOp
+from autoplan.plan import Recompute
+
+__all__ = ["BlockMemory", "block_memory", "redone_ops"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMemory:
+    """Bytes of one micro-batch in one block on one rank.
+
+    Attributes:
+        kept: held from forward to backward, activation inputs included, side inputs not.
+        side: names of the side inputs that are held too (one copy a stage).
+        output: bytes of the values that leave.
+        forward_peak: most bytes alive during forward, over what was there before the block; the
+            inputs are not counted, they were there.
+        backward_peak: most bytes alive during backward, this block's kept ones and the gradients of
+            its outputs included, parameter gradients too.
+        parameter_grads: bytes of parameter gradients that the backward makes.
+    """
+
+    kept: int
+    side: tuple[str, ...]
+    output: int
+    forward_peak: int
+    backward_peak: int
+    parameter_grads: int
+
+
+class _Heap:
+    """Live bytes by owner, with their peak."""
+
+    def __init__(self) -> None:
+        self.live: dict[str, int] = {}
+        self.total = 0
+        self.peak = 0
+
+    def add(self, name: str, nbytes: int) -> None:
+        if name in self.live or nbytes == 0:
+            return
+        self.live[name] = nbytes
+        self.total += nbytes
+        self.peak = max(self.peak, self.total)
+
+    def drop(self, name: str) -> None:
+        self.total -= self.live.pop(name, 0)
+
+    def transient(self, nbytes: int) -> None:
+        self.peak = max(self.peak, self.total + nbytes)
+
+
+def block_memory(local: LocalBlock, recompute: Recompute) -> BlockMemory:
+    """Return the bytes of one micro-batch of a block under a recompute decision."""
+    heap = _Heap()
+    saved = _all_saved(local)
+    region = recompute.mode != "none"
+    marked = _marked(local, recompute.keep) if region else {}
+    kept_owners = set(marked) if region else saved
+    _run_forward(local, heap, kept_owners, marked, internal=not region)
+    forward_peak = heap.peak
+    outputs = {_storage(local, name) for name in local.outputs}
+    inputs = dict(local.inputs)
+    held_inputs = set(inputs) if region else {n for n in inputs if n in saved}
+    kept = {n: b for n, b in heap.live.items() if n not in outputs or n in kept_owners}
+    kept_total = sum(kept.values()) + sum(inputs[n] for n in held_inputs)
+    side = tuple(n for n in local.side_inputs if region or n in saved)
+    output_bytes = sum(local.value_bytes.get(n, 0) for n in outputs if n not in inputs)
+    backward_peak, grads = _backward(local, kept, {n: inputs[n] for n in held_inputs}, region)
+    return BlockMemory(
+        kept=kept_total,
+        side=side,
+        output=output_bytes,
+        forward_peak=forward_peak,
+        backward_peak=backward_peak,
+        parameter_grads=grads,
+    )
+
+
+def redone_ops(local: LocalBlock, recompute: Recompute) -> tuple[LocalOp, ...]:
+    """Return the ops that run again in backward under a recompute decision.
+
+    In a region every op runs again that is not kept, until the last tensor that a backward needs
+    is there (non-reentrant checkpointing stops early). A kept addend (a row-parallel product)
+    keeps its reduced form, and neither runs again.
+    """
+    if recompute.mode == "none":
+        return ()
+    keep = set(recompute.keep)
+    last = max((i for i, op in enumerate(local.ops) if op.saved or op.internal_bytes), default=-1)
+    redone = []
+    for index, op in enumerate(local.ops):
+        ends_early = index == last and not op.internal_bytes and op.name not in op.saved
+        if index > last or ends_early:
+            break
+        source = op.inputs[0] if op.op is None and op.mark_bytes else op.name
+        if source not in keep:
+            redone.append(op)
+    return tuple(redone)
+
+
+def _storage(local: LocalBlock, name: str) -> str:
+    for op in local.ops:
+        if op.name == name:
+            return op.storage
+    return name
+
+
+def _all_saved(local: LocalBlock) -> set[str]:
+    states = {state.name for state in local.block.states}
+    return {owner for op in local.ops for owner in op.saved if owner not in states}
+
+
+def _marked(local: LocalBlock, keep: Iterable[str]) -> dict[str, int]:
+    """Return bytes that keep marks hold, by owner: of a partial result its converted forms."""
+    wanted = set(keep)
+    partial = {op.name for op in local.ops if op.is_partial}
+    held = {}
+    for op in local.ops:
+        if op.op is None:
+            is_held = op.inputs[0] in wanted & partial and op.mark_bytes > 0
+        else:
+            is_held = op.name in wanted and not op.is_partial
+        if is_held:
+            held[op.storage] = op.mark_bytes
+    return held
+
+
+def _last_reader(local: LocalBlock) -> dict[str, int]:
+    """Return, per storage owner, the index of the last op that reads any value of it."""
+    storage = {op.name: op.storage for op in local.ops}
+    last: dict[str, int] = {}
+    for index, op in enumerate(local.ops):
+        last[op.storage] = index
+        for name in op.inputs:
+            last[storage.get(name, name)] = index
+    return last
+
+
+def _run_forward(
+    local: LocalBlock, heap: _Heap, kept: set[str], marked: Mapping[str, int], internal: bool
+) -> None:
+    """Walk the ops forward; leaves in the heap what is kept and what leaves the block."""
+    last = _last_reader(local)
+    external = set(local.inputs) | set(local.side_inputs)
+    external |= {state.name for state in local.block.states}
+    outputs = {_storage(local, name) for name in local.outputs}
+    for index, op in enumerate(local.ops):
+        if op.storage == op.name:
+            heap.add(op.name, op.nbytes)
+        heap.transient(op.forward_temp_bytes)
+        if internal:
+            heap.add(f"{op.name}:internal", op.internal_bytes)
+        extra = marked.get(op.storage, 0) - op.nbytes if op.storage == op.name else 0
+        if extra > 0:
+            heap.add(f"{op.name}:marked", extra)
+        for owner in [n for n in heap.live if last.get(n, len(local.ops)) <= index]:
+            if owner not in kept and owner not in outputs and owner not in external:
+                heap.drop(owner)
+
+
+def _backward(
+    local: LocalBlock, kept: Mapping[str, int], inputs: Mapping[str, int], region: bool
+) -> tuple[int, int]:
+    """Return the peak of backward and the bytes of parameter gradients it makes."""
+    heap = _Heap()
+    for name, nbytes in (*kept.items(), *inputs.items()):
+        heap.add(name, nbytes)
+    for name in dict.fromkeys(_storage(local, n) for n in local.outputs):
+        heap.add(f"grad:{name}", _value_bytes(local, name))
+    if region:
+        _run_forward(local, heap, _all_saved(local), {}, internal=True)
+        needed = _all_saved(local)
+        for owner in list(heap.live):
+            outputs = owner in {_storage(local, n) for n in local.outputs}
+            if outputs and owner not in needed and owner not in kept:
+                heap.drop(owner)
+    uses = _saved_uses(local)
+    owners = {op.name: op.storage for op in local.ops}
+    made = 0
+    for op in reversed(local.ops):
+        grads = [owners.get(n, n) for n in op.grads]
+        is_view = op.storage != op.name and op.op is not None
+        source = owners.get(op.name, op.name)
+        for owner in dict.fromkeys(grads):
+            nbytes = _value_bytes(local, owner)
+            if is_view and owner == source:
+                heap.add(f"grad:{owner}", nbytes)
+            elif f"grad:{owner}" in heap.live:
+                heap.transient(nbytes + op.backward_temp_bytes)
+            else:
+                heap.add(f"grad:{owner}", nbytes)
+        for name, nbytes in op.parameter_grads:
+            made += nbytes if f"pgrad:{name}" not in heap.live else 0
+            heap.add(f"pgrad:{name}", nbytes)
+        heap.transient(op.backward_temp_bytes)
+        if not is_view and op.storage == op.name:
+            heap.drop(f"grad:{op.name}")
+        heap.drop(f"{op.name}:internal")
+        for owner in op.saved:
+            uses[owner] -= 1
+            if uses[owner] == 0 and owner not in inputs:
+                heap.drop(owner)
+    return heap.peak, made
+
+
+def _value_bytes(local: LocalBlock, owner: str) -> int:
+    return local.value_bytes.get(owner, 0)
+
+
+def _saved_uses(local: LocalBlock) -> dict[str, int]:
+    uses: dict[str, int] = {}
+    for op in local.ops:
+        for owner in op.saved:
+            uses[owner] = uses.get(owner, 0) + 1
+    return uses

@@ -1,0 +1,313 @@
+"""One rank's share of a block: the ops it runs under a tensor-parallel layout, with local sizes.
+
+`localize` turns a `BlockTrace` and a choice of axes into a flat list of local ops, conversions
+between placements included, named as the emitter names them (`<value>__<placement>`). Time and
+memory are both computed on this list, so that what is priced is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autoplan.graph import BlockTrace, OpTrace, Placement, ShardOption
+from autoplan.transitions import Transition, transition
+
+__all__ = ["LocalBlock", "LocalOp", "axis_option", "localize"]
+
+_WHOLE = ShardOption(axis="whole", size=1, inputs=(), output="R", is_split=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalOp:
+    """An op, or a conversion between placements, as one rank runs it.
+
+    Attributes:
+        name: of its result, as in the emitted graph.
+        op: the traced op; None for a conversion.
+        option: how it is sharded; for a conversion, `whole`.
+        inputs: local value names it reads, states included.
+        storage: name of the value that owns the result's storage.
+        nbytes: bytes of the result's own storage; 0 where it shares another's.
+        saved: storages that autograd keeps for its backward, by owner.
+        internal_bytes: bytes kept that were made inside.
+        forward_temp_bytes: largest transient inside it forward.
+        backward_temp_bytes: backward.
+        mark_bytes: bytes a keep mark holds; 0 where none is legal.
+        transition: for a conversion, the collectives forward and backward.
+        moved_bytes: for a conversion, bytes of the whole value.
+        grads: activation inputs that get a gradient.
+        parameter_grads: (state name, bytes) of parameter gradients that its backward makes.
+        is_partial: its result is an addend; a keep mark holds the converted results instead.
+    """
+
+    name: str
+    op: OpTrace | None
+    option: ShardOption
+    inputs: tuple[str, ...]
+    storage: str
+    nbytes: int
+    saved: tuple[str, ...] = ()
+    internal_bytes: int = 0
+    forward_temp_bytes: int = 0
+    backward_temp_bytes: int = 0
+    mark_bytes: int = 0
+    transition: Transition | None = None
+    moved_bytes: int = 0
+    grads: tuple[str, ...] = ()
+    parameter_grads: tuple[tuple[str, int], ...] = ()
+    is_partial: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalBlock:
+    """A block as one rank runs it.
+
+    Attributes:
+        block: the trace of the class.
+        degree: tensor-parallel degree.
+        ops: in execution order.
+        inputs: bytes of each activation input by name.
+        side_inputs: bytes of each input that is no activation.
+        outputs: local names of the values that leave, whole on every rank.
+        value_bytes: local size of every value that owns a storage, inputs and states included.
+        state_bytes: local size of each state as it is stored.
+        state_placements: how each state is stored, as text.
+        full_bytes: bytes of the whole value, for every value.
+    """
+
+    block: BlockTrace
+    degree: int
+    ops: tuple[LocalOp, ...]
+    inputs: Mapping[str, int]
+    side_inputs: Mapping[str, int]
+    outputs: tuple[str, ...]
+    value_bytes: Mapping[str, int]
+    state_bytes: Mapping[str, int]
+    state_placements: Mapping[str, str]
+    axes: Mapping[str, str] = field(default_factory=dict)
+
+
+def axis_option(op: OpTrace, axes: Mapping[str, str]) -> ShardOption:
+    """Return the shard option of `op` under `axes` (op name to axis; a missing one is whole).
+
+    Raises:
+        ValueError: names the op and the axes that it has.
+    """
+    wanted = axes.get(op.name, "whole")
+    for option in op.options:
+        if option.axis == wanted:
+            return option
+    if wanted == "whole":
+        return ShardOption(
+            axis="whole", size=1, inputs=("R",) * len(op.inputs), output="R", is_split=False
+        )
+    have = ", ".join(option.axis for option in op.options)
+    raise ValueError(f"{op.name} has no axis {wanted!r}: it has {have}")
+
+
+class _Builder:
+    def __init__(
+        self, block: BlockTrace, axes: Mapping[str, str], degree: int, whole: frozenset[str]
+    ) -> None:
+        self.block = block
+        self.axes = axes
+        self.degree = degree
+        self.options = {op.name: axis_option(op, axes) for op in block.ops}
+        self.full = {v.name: v.nbytes for v in block.inputs}
+        self.full |= {s.name: s.nbytes for s in block.states}
+        self.grad = {v.name: v.is_activation and v.needs_grad for v in block.inputs}
+        self.trained = {s.name: s.is_trained for s in block.states}
+        self.placements = {v.name: "R" for v in block.inputs}
+        self.placements |= state_placements(block, self.options, whole)
+        self.storage = {name: name for name in self.full}
+        self.value_bytes = {n: self._local(b, self.placements[n]) for n, b in self.full.items()}
+        self.ops: list[LocalOp] = []
+        self.made: set[str] = set()
+
+    def _local(self, nbytes: int, placement: str) -> int:
+        return -(-nbytes // self.degree) if placement.startswith("S") else nbytes
+
+    def require(self, name: str, placement: str) -> str:
+        """Return the local name of a value in the placement, adding its conversion once."""
+        have = self.placements[name]
+        if have == placement:
+            return name
+        converted = f"{name}__{placement}"
+        if converted in self.made:
+            return converted
+        moved = transition(Placement.parse(have), Placement.parse(placement))
+        if moved is None:
+            raise ValueError(f"{name}: {have} cannot become {placement}")
+        self.made.add(converted)
+        is_new = moved.forward not in ("", "slice") and have != "P"
+        in_place = have == "P" and placement in ("R", "R*")
+        size = self._local(self.full[name], placement)
+        owner = converted if is_new or (have == "P" and not in_place) else self.storage[name]
+        self.full[converted] = self.full[name]
+        self.storage[converted] = owner
+        if owner == converted:
+            self.value_bytes[converted] = size
+        self.placements[converted] = placement
+        self.grad[converted] = self.grad.get(name, False)
+        self.trained[converted] = self.trained.get(name, False)
+        self.ops.append(
+            LocalOp(
+                name=converted,
+                op=None,
+                option=_WHOLE,
+                inputs=(name,),
+                storage=owner,
+                nbytes=size if owner == converted else 0,
+                transition=moved,
+                moved_bytes=self.full[name],
+                grads=(name,) if self.grad.get(name) or self.trained.get(name) else (),
+                mark_bytes=size if have == "P" else 0,
+            )
+        )
+        return converted
+
+    def add(self, op: OpTrace) -> None:
+        option = self.options[op.name]
+        required = option.inputs or ("R",) * len(op.inputs)
+        inputs = tuple(
+            self.require(name, placement) if name in self.placements else name
+            for name, placement in zip(op.inputs, required, strict=True)
+        )
+        local_of = dict(zip(op.inputs, inputs, strict=True))
+        split = self.degree if option.is_split else 1
+        is_view = op.storage != op.name
+        out_split = self.degree if option.output.startswith("S") else 1
+        self.full[op.name] = op.nbytes if not is_view else _view_bytes(op)
+        self.placements[op.name] = option.output
+        self.grad[op.name] = op.needs_grad
+        if is_view:
+            source = next((n for n in op.inputs if self._owner(n) == op.storage), op.inputs[0])
+            self.storage[op.name] = self.storage[local_of[source]]
+        else:
+            self.storage[op.name] = op.name
+            self.value_bytes[op.name] = -(-op.nbytes // out_split)
+        saved, internal = self._saved(op, local_of, split)
+        self.ops.append(
+            LocalOp(
+                name=op.name,
+                op=op,
+                option=option,
+                inputs=inputs,
+                storage=self.storage[op.name],
+                nbytes=0 if is_view else -(-op.nbytes // out_split),
+                saved=saved,
+                internal_bytes=internal,
+                forward_temp_bytes=-(-op.forward_temp_bytes // split),
+                backward_temp_bytes=-(-op.backward_temp_bytes // split),
+                mark_bytes=-(-op.mark_bytes // out_split) if op.may_mark else 0,
+                grads=tuple(n for n in inputs if op.needs_grad and self.grad.get(n)),
+                parameter_grads=tuple(
+                    (n, self.value_bytes[self.storage[n]])
+                    for n in inputs
+                    if op.needs_grad and self.trained.get(n)
+                ),
+                is_partial=option.output == "P",
+            )
+        )
+
+    def _owner(self, name: str) -> str:
+        for op in self.block.ops:
+            if op.name == name:
+                return op.storage
+        return name
+
+    def _saved(
+        self, op: OpTrace, local_of: Mapping[str, str], split: int
+    ) -> tuple[tuple[str, ...], int]:
+        owners: list[str] = []
+        internal = 0
+        for tensor in op.saved:
+            source = next((n for n in op.inputs if self._owner(n) == tensor.value), None)
+            if tensor.value and source is not None:
+                owners.append(self.storage[local_of[source]])
+            elif tensor.value == op.name:
+                owners.append(op.name)
+            elif tensor.value in self.storage:
+                owners.append(self.storage[tensor.value])
+            else:
+                internal += -(-tensor.nbytes // split)
+        return tuple(dict.fromkeys(owners)), internal
+
+
+def _view_bytes(op: OpTrace) -> int:
+    count = 1
+    for size in op.shape:
+        count *= size
+    return count * _ITEM_BYTES.get(op.dtype, 4)
+
+
+_ITEM_BYTES = {
+    "float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "bfloat16": 2,
+    "float16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1,
+}  # fmt: skip
+
+
+def state_placements(
+    block: BlockTrace,
+    options: Mapping[str, ShardOption],
+    whole: frozenset[str] = frozenset(),
+) -> dict[str, str]:
+    """Return how each state is stored: sharded if all its uses require that one shard, else R.
+
+    States named in `whole` stay whole: parameters that several calls share.
+
+    One-dimensional states with separate pieces (fused biases) stay whole: FSDP shards their only
+    dimension too, and the two do not compose.
+    """
+    required: dict[str, set[str]] = {state.name: set() for state in block.states}
+    for op in block.ops:
+        option = options[op.name]
+        for name, text in zip(op.inputs, option.inputs or (), strict=False):
+            if name in required:
+                required[name].add(text)
+    stored = {}
+    for state in block.states:
+        wanted = required[state.name]
+        text = next(iter(wanted)) if len(wanted) == 1 else "R"
+        placement = Placement.parse(text)
+        is_fused_vector = len(state.shape) == 1 and placement.outer > 1
+        is_sharded = placement.kind == "shard" and not is_fused_vector and state.name not in whole
+        stored[state.name] = text if is_sharded else "R"
+    return stored
+
+
+def localize(
+    block: BlockTrace,
+    axes: Mapping[str, str],
+    degree: int,
+    whole: frozenset[str] = frozenset(),
+) -> LocalBlock:
+    """Return one rank's share of `block`.
+
+    Args:
+        block: the traced class.
+        axes: op name to axis, for ops that are not whole.
+        degree: tensor-parallel degree, at least 1; with 1 no axis may be given.
+        whole: states that must be stored whole (shared between calls).
+
+    Raises:
+        ValueError: an op has no such axis, or a value cannot take the placement required.
+    """
+    builder = _Builder(block, axes, degree, whole)
+    for op in block.ops:
+        builder.add(op)
+    outputs = tuple(builder.require(name, "R") for name in block.outputs)
+    stored = {s.name: builder.placements[s.name] for s in block.states}
+    return LocalBlock(
+        block=block,
+        degree=degree,
+        ops=tuple(builder.ops),
+        inputs={v.name: v.nbytes for v in block.inputs if v.is_activation},
+        side_inputs={v.name: v.nbytes for v in block.inputs if not v.is_activation},
+        outputs=outputs,
+        value_bytes=builder.value_bytes,
+        state_bytes={s.name: builder.value_bytes[s.name] for s in block.states},
+        state_placements=stored,
+        axes=dict(axes),
+    )
