@@ -1,0 +1,259 @@
+"""Turn published rows into the tables of a profile, transferred where a device has none."""
+
+from __future__ import annotations
+
+import json
+
+from autoplan.errors import ProfileError
+from autoplan.profiles.measurements import Measurements, Row
+from autoplan.profiles.origin import Origin
+from autoplan.profiles.sources import DeviceSource
+from autoplan.profiles.tables import AttentionTable, GemmDirection, GemmTable, MemoryTable
+
+__all__ = ["attention_flash", "attention_full_matrix", "gemm_tables", "memory_table"]
+
+Rows3 = tuple[tuple[int, int, int, float], ...]
+Origins = dict[str, Origin]
+
+DIRECTION_BY_ROLE: dict[str, GemmDirection] = {
+    "fwd": "forward",
+    "dgrad": "dgrad",
+    "wgrad": "wgrad",
+}
+
+# Device of devices.csv that the donor GPUs of gemm_efficiency.csv are.
+DONOR_DEVICES = {"A100-PCIe-80": ("A100-PCIe-80", "A100-PCIe"), "B200": ("B200-SXM",)}
+# The tensor-core peak of the donors of attention_kernels.csv, by name there.
+ATTENTION_PEAK_TFLOPS = {"A100-SXM4-80": 312.0, "H100-SXM5-80": 989.0}  # devices.csv, peak_bf16
+OWN_ATTENTION = {"a100_sxm_80gb": "A100-SXM4-80", "h100_sxm_80gb": "H100-SXM5-80"}
+
+LIGER_H100 = "NVIDIA H100 80GB HBM3"
+SOFTMAX_PASSES = 2  # read and write once
+
+
+def gemm_tables(
+    source: DeviceSource, measurements: Measurements, dtype: str, peak: float
+) -> tuple[tuple[GemmTable, ...], Origins]:
+    """Return GEMM speeds: the donor's efficiency by shape, at this device's best matmul.
+
+    A device with its own rows gets them as they are. Another gets rate = donor's rate times the
+    ratio of the highest measured matmul rates (MAMF); without one, the ratio of peaks.
+    """
+    donor_device = DONOR_DEVICES[source.gemm_donor]
+    ours = measurements.find(source.family, "mamf_bf16")
+    theirs = measurements.need(donor_device, "mamf_bf16")
+    donor_peak = measurements.need(donor_device, "peak_bf16").value * 1e12
+    rows = [
+        row
+        for row in measurements.gemm
+        if row["op"] == "matmul" and row["gpu"] == source.gemm_donor
+    ]
+    text = f"efficiency by shape measured on {source.gemm_donor}; {rows[0]['source']}"
+    if source.gemm_donor in ("B200",) and source.name.startswith("b200"):
+        factor = 1.0
+    elif ours is not None:
+        factor = ours.value / theirs.value
+        text = (
+            f"transferred: {text}; times {ours.value:g} / {theirs.value:g}, the highest matmul "
+            f"TFLOP/s measured on each ({ours.source})"
+        )
+    else:
+        factor = peak / donor_peak
+        text = f"transferred: {text}; the same fraction of peak is assumed here"
+    tables = []
+    for role, direction in DIRECTION_BY_ROLE.items():
+        chosen = [row for row in rows if row["role"] == role and _is_usual_output(row)]
+        table_rows = {
+            (int(row["m"]), int(row["n"]), int(row["k"])): float(row["efficiency"])
+            * donor_peak
+            * factor
+            for row in chosen
+        }
+        tables.append(
+            GemmTable(
+                dtype=dtype,
+                direction=direction,
+                origin="gemm",
+                rows=tuple((*shape, _rounded(rate)) for shape, rate in sorted(table_rows.items())),
+            )
+        )
+    return tuple(tables), {
+        "gemm": Origin(kind="published", text=text, device=source.gemm_donor),
+    }
+
+
+def _is_usual_output(row: Row) -> bool:
+    # Weight gradients accumulate into float32 in the source; its bfloat16 variant is left out.
+    return row["role"] != "wgrad" or row["out_dtype"] == "fp32"
+
+
+def attention_flash(
+    source: DeviceSource, measurements: Measurements, dtype: str, peak: float
+) -> tuple[tuple[AttentionTable, ...], Origins]:
+    """Return attention speeds from published bars, forward and backward told apart.
+
+    The bars of FlashAttention 2 are one rate for forward and backward together. On H100 forward
+    alone is known too, which gives the backward; its ratio is carried over to A100.
+    """
+    impl = "PyTorch standard" if source.attention == "standard" else "FA2"
+    both = _bars(measurements, source.attention_donor, impl, "fwd+bwd")
+    h100_both = _bars(measurements, "H100-SXM5-80", "FA2", "fwd+bwd")
+    h100_forward = _bars(measurements, "H100-SXM5-80", "FA2", "fwd")
+    donor_peak = ATTENTION_PEAK_TFLOPS[source.attention_donor] * 1e12
+    is_own = OWN_ATTENTION.get(source.name) == source.attention_donor or source.name.startswith(
+        ("a100", "h200")
+    )
+    factor = 1.0 if is_own else peak / donor_peak
+    rates: dict[tuple[str, bool], list[tuple[int, int, int, float]]] = {}
+    for (is_causal, head_dim, seq), (combined, groups, _) in both.items():
+        key = (is_causal, head_dim, seq)
+        ratio = h100_forward[key][0] / h100_both[key][0]
+        if impl != "FA2":
+            ratio = 1.0
+        forward = combined * ratio
+        # 3.5 F at the combined rate = F at the forward rate + 2.5 F at the backward rate.
+        backward = 2.5 / (3.5 / combined - 1.0 / forward)
+        for direction, rate in (("forward", forward), ("backward", backward)):
+            row = (seq, head_dim, groups, _rounded(rate * 1e12 * factor))
+            rates.setdefault((direction, is_causal), []).append(row)
+    citation = next(iter(both.values()))[2]
+    return _attention_tables(rates, dtype), {
+        "attention": Origin(
+            kind="published",
+            text=_attention_text(source, impl, is_own, citation),
+            device=source.attention_donor,
+        )
+    }
+
+
+def _attention_text(source: DeviceSource, impl: str, is_own: bool, citation: str) -> str:
+    split = "forward and backward at one rate"
+    if impl == "FA2" and source.attention_donor.startswith("H100"):
+        split = "backward from the combined and the forward bars"
+    elif impl == "FA2":
+        split = "forward and backward told apart by the ratio of the H100 bars"
+    note = f"{impl} bars on {source.attention_donor}, {split}; {citation}"
+    if not is_own:
+        note += "; transferred: the same fraction of peak is assumed here"
+    elif source.name not in OWN_ATTENTION:
+        note += "; transferred: the same chip with other memory"
+    return note
+
+
+def _attention_tables(
+    rates: dict[tuple[str, bool], list[tuple[int, int, int, float]]], dtype: str
+) -> tuple[AttentionTable, ...]:
+    return tuple(
+        AttentionTable(
+            dtype=dtype,
+            direction="forward" if direction == "forward" else "backward",
+            causal=is_causal,
+            origin="attention",
+            rows=tuple(sorted(rows)),
+        )
+        for (direction, is_causal), rows in sorted(rates.items())
+    )
+
+
+def _bars(
+    measurements: Measurements, gpu: str, impl: str, pass_: str
+) -> dict[tuple[bool, int, int], tuple[float, int, str]]:
+    """Return (TFLOP/s, batch * heads, source) by (causal, head_dim, seq)."""
+    return {
+        (row["causal"] == "True", int(row["head_dim"]), int(row["seq"])): (
+            float(row["tflops"]),
+            int(row["batch"]) * int(row["heads"]),
+            row["source"],
+        )
+        for row in measurements.attention
+        if row["gpu"] == gpu and row["impl"] == impl and row["pass_"] == pass_ and row["tflops"]
+    }
+
+
+def attention_full_matrix(
+    source: DeviceSource, measurements: Measurements, dtype: str
+) -> tuple[tuple[AttentionTable, ...], Origins]:
+    """Return attention speeds from rows whose FLOPs count the whole matrix of a causal kernel.
+
+    Our FLOPs are halved for causal, so rates are halved. Query and value widths may differ there;
+    their mean is the head_dim of the same FLOPs. The kernel without a mask has no rows: the same
+    rate per computed FLOP is assumed.
+    """
+    rates: dict[tuple[str, bool], list[tuple[int, int, int, float]]] = {}
+    seen: dict[tuple[str, int, int, int], float] = {}
+    citation = ""
+    for row in measurements.gemm:
+        if row["gpu"] != source.attention_donor or not row["op"].startswith("sdp_"):
+            continue
+        shape = dict(part.split("=") for part in row["shape"].split(", "))
+        width = (int(shape["qk_head_dim"]) + int(shape["v_head_dim"])) // 2
+        groups = int(shape["batch"]) * int(shape["head_num"])
+        direction = "forward" if row["op"] == "sdp_fwd" else "backward"
+        citation = row["source"]
+        rate = float(row["tflops"]) * 1e12 / 2
+        key = (direction, int(shape["seq_len"]), width, groups)
+        seen[key] = min(rate, seen.get(key, rate))
+    for (direction, seq, width, groups), rate in seen.items():
+        for is_causal in (False, True):
+            rates.setdefault((direction, is_causal), []).append(
+                (seq, width, groups, _rounded(rate))
+            )
+    if not rates:
+        raise ProfileError(f"gemm_efficiency.csv has no attention rows of {source.attention_donor}")
+    text = (
+        "causal kernel, whole-matrix FLOPs halved, backward counted as 2.5 times forward; the same "
+        f"rate per computed FLOP is assumed without a mask; {citation}"
+    )
+    return _attention_tables(rates, dtype), {
+        "attention": Origin(kind="published", text=text, device=source.attention_donor)
+    }
+
+
+def memory_table(
+    source: DeviceSource, measurements: Measurements, peak_bytes_per_s: float
+) -> tuple[tuple[MemoryTable, ...], Origins]:
+    """Return memory-bound speeds: the H100's share of peak by size, levelled to this device.
+
+    Squared ReLU in eager torch is two elementwise kernels, so each has half the time and moves two
+    tensors. Where a fit of large kernels exists for the device or its sibling, it sets the level.
+    """
+    rows = [
+        row
+        for row in measurements.liger
+        if (row["gpu"], row["op"], row["impl"], row["mode"], row["metric"])
+        == (LIGER_H100, "relu_squared", "torch", "forward", "speed")
+    ]
+    h100_peak = measurements.need(("H100-SXM",), "hbm_bandwidth").value * 1e9
+    shares: dict[int, float] = {}
+    for row in rows:
+        num_elements = json.loads(row["config"])["M"] * int(float(row["x_value"]))
+        nbytes = 2 * num_elements * 2  # read and written once, bfloat16
+        shares[nbytes] = nbytes / (float(row["p50"]) * 1e-3 / 2) / h100_peak
+    level = shares[max(shares)]
+    text = f"elementwise kernels of eager torch on H100 by size; {rows[0]['source']}"
+    fit = measurements.find((source.memory_fraction,), "memory_bound_op_bandwidth:default")
+    if fit is not None:
+        family = DONOR_DEVICES.get(source.memory_fraction, (source.memory_fraction,))
+        fit_peak = measurements.need(family, "hbm_bandwidth").value
+        text = (
+            f"transferred: {text}; levelled to {fit.value:g} of {fit_peak:g} GB/s, the fit of "
+            f"large memory-bound ops on {fit.device} ({fit.source})"
+        )
+        factor = fit.value / fit_peak / level
+    else:
+        factor = 1.0
+        if not source.name.startswith("h100"):
+            text = f"transferred: {text}; the same share of peak bandwidth is assumed here"
+    table = MemoryTable(
+        origin="memory_bound",
+        rows=tuple(
+            (nbytes, _rounded(share * factor * peak_bytes_per_s))
+            for nbytes, share in sorted(shares.items())
+        ),
+    )
+    return (table,), {"memory_bound": Origin(kind="published", text=text, device="H100")}
+
+
+def _rounded(rate: float) -> float:
+    """Return a rate with the five digits that its source has."""
+    return float(f"{rate:.5g}")

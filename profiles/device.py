@@ -1,0 +1,419 @@
+"""DeviceProfile: what one device can hold and how fast it computes, with the source of each number.
+
+A lookup answers with a time and how it was found. Inside a table rates are interpolated in log
+space; outside, the nearest rate holds under a roofline (Williams, Waterman and Patterson 2009); a
+dtype without a table borrows the efficiency of one that has. No kernel is faster than its launch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from autoplan.errors import ProfileError
+from autoplan.profiles.link import LinkProfile
+from autoplan.profiles.origin import (
+    SCHEMA_VERSION,
+    Origin,
+    check_origins,
+    check_positive,
+    check_schema_version,
+)
+from autoplan.profiles.tables import (
+    ATTENTION_DIRECTIONS,
+    GEMM_DIRECTIONS,
+    AttentionDirection,
+    AttentionTable,
+    GemmDirection,
+    GemmTable,
+    How,
+    Lookup,
+    MemoryTable,
+    RatePoints,
+    TimeCurve,
+)
+
+__all__ = ["ITEM_BYTES", "DeviceProfile"]
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "tf32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8": 1,
+}
+
+UNMEASURED_EFFICIENCY = 0.5  # of peak, where no table of any dtype exists; pessimistic on purpose
+BACKWARD_FLOPS_RATIO = 2.5  # five products for two, flash attention backward: Dao 2023, section 4.1
+
+# One number each; tables carry their origin themselves.
+_SCALAR_FIELDS = (
+    "memory_bytes",
+    "reserve_bytes",
+    "memory_bandwidth_bytes_per_s",
+    "launch_overhead_s",
+    "host_link_bytes_per_s",
+    "optimizer_bytes_per_s",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProfile:
+    """One kind of device.
+
+    Attributes:
+        name: as in the catalog, for example `a100_sxm_80gb`.
+        description: one line for reports.
+        memory_bytes: what the device has.
+        reserve_bytes: what a plan may not use: context, communicator buffers, allocator margin.
+        peak_flops_per_s: FLOP/s by dtype, dense. `tf32` is float32 with tensor cores.
+        memory_bandwidth_bytes_per_s: peak of the device memory.
+        launch_overhead_s: seconds below which no eager kernel gets.
+        host_link_bytes_per_s: device to host, one direction.
+        optimizer_bytes_per_s: bytes read and written per second of an optimizer step; None: as
+            other memory-bound kernels.
+        gemm, attention, memory_bound: the measured tables.
+        intra, inter: the links that such devices usually have inside a node and between nodes.
+        origins: the sources by id.
+        origin_by_field: for every number outside the tables, the id of its origin;
+            `peak_flops_per_s.bfloat16` for a peak.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    name: str
+    description: str = ""
+    memory_bytes: int
+    reserve_bytes: int
+    peak_flops_per_s: Mapping[str, float]
+    memory_bandwidth_bytes_per_s: float
+    launch_overhead_s: float
+    host_link_bytes_per_s: float
+    optimizer_bytes_per_s: float | None = None
+    gemm: tuple[GemmTable, ...] = ()
+    attention: tuple[AttentionTable, ...] = ()
+    memory_bound: tuple[MemoryTable, ...] = ()
+    intra: LinkProfile | None = None
+    inter: LinkProfile | None = None
+    origins: Mapping[str, Origin]
+    origin_by_field: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        check_schema_version(self.schema_version)
+        numbers = self._numbers()
+        for name, value in numbers.items():
+            if name != "reserve_bytes":
+                check_positive(name, value)
+        if not 0 <= self.reserve_bytes < self.memory_bytes:
+            raise ValueError(
+                f"reserve_bytes: must be at least 0 and below memory_bytes {self.memory_bytes}, "
+                f"got {self.reserve_bytes}"
+            )
+        if not self.peak_flops_per_s:
+            raise ValueError("peak_flops_per_s: needs at least one dtype")
+        self._check_dtypes()
+        table_origins = [
+            *(table.origin for table in self.gemm),
+            *(table.origin for table in self.attention),
+            *(table.origin for table in self.memory_bound),
+        ]
+        check_origins(self.origins, self.origin_by_field, numbers, table_origins)
+        for level in ("intra", "inter"):
+            link = getattr(self, level)
+            if link is not None and link.level != level:
+                raise ValueError(f"{level}.level: must be {level!r}, got {link.level!r}")
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.memory_bytes, self.memory_bandwidth_bytes_per_s))
+
+    @classmethod
+    def from_datasheet(
+        cls,
+        *,
+        name: str,
+        memory_bytes: int,
+        peak_flops_per_s: Mapping[str, float],
+        memory_bandwidth_bytes_per_s: float,
+        source: str,
+        reserve_bytes: int = 0,
+        launch_overhead_s: float = 1e-5,
+        host_link_bytes_per_s: float = 25e9,
+        intra: LinkProfile | None = None,
+        inter: LinkProfile | None = None,
+    ) -> DeviceProfile:
+        """Return a profile without tables, all of whose numbers come from one source."""
+        fields = [f for f in _SCALAR_FIELDS if f != "optimizer_bytes_per_s"]
+        fields += [f"peak_flops_per_s.{dtype}" for dtype in peak_flops_per_s]
+        return cls(
+            name=name,
+            memory_bytes=memory_bytes,
+            reserve_bytes=reserve_bytes,
+            peak_flops_per_s=peak_flops_per_s,
+            memory_bandwidth_bytes_per_s=memory_bandwidth_bytes_per_s,
+            launch_overhead_s=launch_overhead_s,
+            host_link_bytes_per_s=host_link_bytes_per_s,
+            intra=intra,
+            inter=inter,
+            origins={"datasheet": Origin(kind="datasheet", text=source)},
+            origin_by_field=dict.fromkeys(fields, "datasheet"),
+        )
+
+    def gemm_time_s(
+        self,
+        m: int,
+        n: int,
+        k: int,
+        *,
+        dtype: str,
+        batch: int = 1,
+        direction: GemmDirection = "forward",
+    ) -> Lookup:
+        """Return the time of `batch` products `(m, k) @ (k, n)`.
+
+        The sizes are those of the product that runs. A linear layer of i inputs and o outputs on t
+        rows is (t, o, i) forward, (t, i, o) dgrad and (o, i, t) wgrad. A batch fills the device
+        like more rows do, so its rate is read at (batch * m, n, k).
+
+        Raises:
+            ProfileError: if the profile has no such dtype or direction; names what exists.
+            ValueError: if a size is below 0.
+        """
+        return _gemm_time_s(self, m, n, k, batch, dtype, direction)
+
+    def attention_time_s(
+        self,
+        *,
+        batch: int,
+        heads: int,
+        seq_q: int,
+        seq_k: int,
+        head_dim: int,
+        causal: bool,
+        dtype: str,
+        direction: AttentionDirection = "forward",
+        flops: float | None = None,
+    ) -> Lookup:
+        """Return the time of fused scaled-dot-product attention.
+
+        Args:
+            batch, heads, seq_q, seq_k, head_dim: of the query and key tensors.
+            causal: halves the work.
+            dtype: of the tensors.
+            direction: `backward` is 2.5 times the FLOPs of `forward`.
+            flops: FLOPs of the whole, not halved, matrix in this direction, for callers that
+                counted them; None: 4 * batch * heads * seq_q * seq_k * head_dim (* 2.5).
+
+        Raises:
+            ProfileError: if the profile has no such dtype or direction; names what exists.
+            ValueError: if a size is below 0.
+        """
+        return _attention_time_s(
+            self, batch, heads, seq_q, seq_k, head_dim, causal, dtype, direction, flops
+        )
+
+    def memory_time_s(self, nbytes: float) -> Lookup:
+        """Return the time of a memory-bound kernel that reads and writes `nbytes` in all.
+
+        Raises:
+            ValueError: if `nbytes` < 0.
+        """
+        return _memory_time_s(self, nbytes)
+
+    def optimizer_time_s(self, nbytes: float) -> Lookup:
+        """Return the time of an optimizer step that reads and writes `nbytes` in all."""
+        if self.optimizer_bytes_per_s is None:
+            return _memory_time_s(self, nbytes)
+        _check_sizes(nbytes=nbytes)
+        if nbytes == 0:
+            return Lookup(time_s=0.0, how="measured")
+        time_s = max(self.launch_overhead_s, nbytes / self.optimizer_bytes_per_s)
+        return Lookup(time_s=time_s, how="interpolated")
+
+    def scaled(self, *, flops: float = 1.0, bandwidth: float = 1.0) -> DeviceProfile:
+        """Return the same device with faster or slower arithmetic and memory (what-if and laws)."""
+        check_positive("flops", flops)
+        check_positive("bandwidth", bandwidth)
+        optimizer = self.optimizer_bytes_per_s
+        return replace(
+            self,
+            description=f"{self.description} (scaled: flops x{flops:g}, bandwidth x{bandwidth:g})",
+            peak_flops_per_s={d: f * flops for d, f in self.peak_flops_per_s.items()},
+            memory_bandwidth_bytes_per_s=self.memory_bandwidth_bytes_per_s * bandwidth,
+            host_link_bytes_per_s=self.host_link_bytes_per_s * bandwidth,
+            optimizer_bytes_per_s=None if optimizer is None else optimizer * bandwidth,
+            gemm=tuple(
+                replace(t, rows=tuple((*r[:3], r[3] * flops) for r in t.rows)) for t in self.gemm
+            ),
+            attention=tuple(
+                replace(t, rows=tuple((*r[:3], r[3] * flops) for r in t.rows))
+                for t in self.attention
+            ),
+            memory_bound=tuple(
+                replace(t, rows=tuple((b, r * bandwidth) for b, r in t.rows))
+                for t in self.memory_bound
+            ),
+        )
+
+    def _numbers(self) -> dict[str, float]:
+        values = {name: getattr(self, name) for name in _SCALAR_FIELDS}
+        numbers = {name: value for name, value in values.items() if value is not None}
+        peaks = {f"peak_flops_per_s.{d}": f for d, f in self.peak_flops_per_s.items()}
+        return {**numbers, **peaks}
+
+    def _check_dtypes(self) -> None:
+        for dtype in self.peak_flops_per_s:
+            if dtype not in ITEM_BYTES:
+                raise ValueError(
+                    f"peak_flops_per_s.{dtype}: unknown dtype; allowed are {', '.join(ITEM_BYTES)}"
+                )
+        used = {table.dtype for table in self.gemm} | {table.dtype for table in self.attention}
+        for dtype in sorted(used - set(self.peak_flops_per_s)):
+            raise ValueError(f"dtype: a table has {dtype!r}, peak_flops_per_s has not")
+
+
+def _check_sizes(**sizes: float) -> None:
+    for name, size in sizes.items():
+        if size < 0:
+            raise ValueError(f"{name} must be at least 0, got {size}")
+
+
+def _check_known(
+    profile: DeviceProfile, dtype: str, direction: str, directions: tuple[str, ...]
+) -> None:
+    if dtype not in profile.peak_flops_per_s:
+        raise ProfileError(
+            f"profile {profile.name} has no dtype {dtype!r}: it has "
+            f"{', '.join(profile.peak_flops_per_s)}; choose one or profile the device again"
+        )
+    if direction not in directions:
+        raise ProfileError(f"unknown direction {direction!r}: allowed are {', '.join(directions)}")
+
+
+@lru_cache(maxsize=65536)
+def _gemm_time_s(
+    profile: DeviceProfile,
+    m: int,
+    n: int,
+    k: int,
+    batch: int,
+    dtype: str,
+    direction: GemmDirection,
+) -> Lookup:
+    _check_known(profile, dtype, direction, GEMM_DIRECTIONS)
+    _check_sizes(m=m, n=n, k=k, batch=batch)
+    flops = 2.0 * batch * m * n * k
+    if flops == 0:
+        return Lookup(time_s=0.0, how="measured")
+    nbytes = float(batch * (m * k + k * n + m * n) * ITEM_BYTES[dtype])
+    points, ratio = _rate_points(profile, "gemm", dtype, direction, None)
+    return _compute_time(profile, points, ratio, (batch * m, n, k), flops, nbytes, dtype)
+
+
+@lru_cache(maxsize=65536)
+def _attention_time_s(
+    profile: DeviceProfile,
+    batch: int,
+    heads: int,
+    seq_q: int,
+    seq_k: int,
+    head_dim: int,
+    causal: bool,
+    dtype: str,
+    direction: AttentionDirection,
+    flops: float | None,
+) -> Lookup:
+    _check_known(profile, dtype, direction, ATTENTION_DIRECTIONS)
+    _check_sizes(batch=batch, heads=heads, seq_q=seq_q, seq_k=seq_k, head_dim=head_dim)
+    if flops is None:
+        flops = 4.0 * batch * heads * seq_q * seq_k * head_dim
+        flops *= BACKWARD_FLOPS_RATIO if direction == "backward" else 1.0
+    if flops == 0:
+        return Lookup(time_s=0.0, how="measured")
+    # Queries and outputs, keys and values once; their gradients too in backward.
+    nbytes = 2.0 * batch * heads * (seq_q + seq_k) * head_dim * ITEM_BYTES[dtype]
+    nbytes *= 2.0 if direction == "backward" else 1.0
+    seq = max(1, round(math.sqrt(seq_q * seq_k)))
+    points, ratio = _rate_points(profile, "attention", dtype, direction, causal)
+    work = flops / 2 if causal else flops
+    return _compute_time(
+        profile, points, ratio, (seq, head_dim, batch * heads), work, nbytes, dtype
+    )
+
+
+def _compute_time(
+    profile: DeviceProfile,
+    points: RatePoints | None,
+    dtype_ratio: float,
+    shape: tuple[int, int, int],
+    flops: float,
+    nbytes: float,
+    dtype: str,
+) -> Lookup:
+    """Return the roofline max(flops / rate, nbytes / bandwidth, launch) at the rate of a shape."""
+    rate = profile.peak_flops_per_s[dtype] * UNMEASURED_EFFICIENCY
+    how: How = "roofline"
+    bytes_per_s = _stream_bytes_per_s(profile)
+    if points is not None:
+        found, found_how = points.rate(*shape)
+        rate, how = found * dtype_ratio, found_how if dtype_ratio == 1.0 else "roofline"
+        if how in ("measured", "interpolated"):
+            # The rows already contain what memory costs; only physics bounds them.
+            bytes_per_s = profile.memory_bandwidth_bytes_per_s
+    times = [flops / rate, profile.launch_overhead_s]
+    if how != "measured":
+        times.append(nbytes / bytes_per_s)
+    return Lookup(time_s=max(times), how=how)
+
+
+@lru_cache(maxsize=65536)
+def _memory_time_s(profile: DeviceProfile, nbytes: float) -> Lookup:
+    _check_sizes(nbytes=nbytes)
+    if nbytes == 0:
+        return Lookup(time_s=0.0, how="measured")
+    curve = _memory_curve(profile)
+    how: How = "roofline"
+    if curve is None:
+        time_s = nbytes / _stream_bytes_per_s(profile)
+    else:
+        time_s, how = curve.time_s(nbytes)
+    return Lookup(time_s=max(time_s, profile.launch_overhead_s), how=how)
+
+
+@lru_cache(maxsize=1024)
+def _memory_curve(profile: DeviceProfile) -> TimeCurve | None:
+    rows = [(nbytes, nbytes / rate) for t in profile.memory_bound for nbytes, rate in t.rows]
+    return TimeCurve(rows) if rows else None
+
+
+@lru_cache(maxsize=1024)
+def _stream_bytes_per_s(profile: DeviceProfile) -> float:
+    """Return the bandwidth that the largest measured memory-bound kernel reaches."""
+    curve = _memory_curve(profile)
+    if curve is None:
+        return profile.memory_bandwidth_bytes_per_s * UNMEASURED_EFFICIENCY
+    nbytes, time_s = curve.last
+    return nbytes / time_s
+
+
+@lru_cache(maxsize=4096)
+def _rate_points(
+    profile: DeviceProfile, kind: str, dtype: str, direction: str, causal: bool | None
+) -> tuple[RatePoints | None, float]:
+    """Return the table of a dtype, or that of the dtype nearest in peak, and the ratio of peaks."""
+    tables: tuple[GemmTable | AttentionTable, ...] = (
+        profile.gemm if kind == "gemm" else profile.attention
+    )
+    rows_by_dtype: dict[str, list[tuple[int, int, int, float]]] = {}
+    for table in tables:
+        if table.direction == direction and getattr(table, "causal", None) == causal:
+            rows_by_dtype.setdefault(table.dtype, []).extend(table.rows)
+    if not rows_by_dtype:
+        return None, 1.0
+    peaks = profile.peak_flops_per_s
+    nearest = min(
+        rows_by_dtype, key=lambda d: (d != dtype, abs(math.log(peaks[d] / peaks[dtype])), d)
+    )
+    ratio = 1.0 if nearest == dtype else peaks[dtype] / peaks[nearest]
+    return RatePoints(rows_by_dtype[nearest]), ratio

@@ -1,0 +1,266 @@
+"""Links between ranks, and the equation of each collective with its source.
+
+`nbytes` is the whole buffer: the gathered size of an all_gather, the unreduced size of a
+reduce_scatter, the tensor of an all_reduce, what one rank holds before an all_to_all, the message
+of a send. A group of one rank costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Literal, get_args
+
+from autoplan.errors import ProfileError
+from autoplan.profiles.origin import (
+    SCHEMA_VERSION,
+    Origin,
+    check_origins,
+    check_positive,
+    check_schema_version,
+)
+from autoplan.profiles.tables import Collective, CollectiveTable, TimeCurve
+
+__all__ = [
+    "LinkProfile",
+    "all_gather_time_s",
+    "all_reduce_time_s",
+    "all_to_all_time_s",
+    "reduce_scatter_time_s",
+    "send_time_s",
+]
+
+Level = Literal["intra", "inter"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkProfile:
+    """What connects the ranks of a group.
+
+    Attributes:
+        name: for messages and reports.
+        level: `intra` a node or `inter` nodes.
+        latency_s: seconds of one hop between neighbours.
+        setup_s: seconds that each call costs before its first byte moves.
+        bytes_per_s: what one rank can send while it receives as much (bus bandwidth, one
+            direction).
+        ring_bytes_per_s: bus bandwidth of a ring when several ranks of a node share their network
+            ports; None where it equals `bytes_per_s`.
+        curves: measured times; they win over the equations for their collective and group size.
+        origins: the sources by id.
+        origin_by_field: for every number above, the id of its origin.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    name: str
+    level: Level
+    latency_s: float
+    bytes_per_s: float
+    setup_s: float = 0.0
+    ring_bytes_per_s: float | None = None
+    curves: tuple[CollectiveTable, ...] = ()
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+    origin_by_field: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_schema_version(self.schema_version)
+        check_positive("bytes_per_s", self.bytes_per_s)
+        if self.ring_bytes_per_s is not None:
+            check_positive("ring_bytes_per_s", self.ring_bytes_per_s)
+        for name, value in (("latency_s", self.latency_s), ("setup_s", self.setup_s)):
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}: must be finite and at least 0, got {value!r}")
+        fields = ["latency_s", "bytes_per_s", "setup_s"]
+        fields += ["ring_bytes_per_s"] if self.ring_bytes_per_s is not None else []
+        check_origins(
+            self.origins, self.origin_by_field, fields, (curve.origin for curve in self.curves)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.level, self.latency_s, self.bytes_per_s))
+
+    @classmethod
+    def from_numbers(
+        cls,
+        *,
+        name: str,
+        level: Level,
+        latency_s: float,
+        bytes_per_s: float,
+        source: str,
+        setup_s: float = 0.0,
+    ) -> LinkProfile:
+        """Return a link without curves, all of whose numbers are assumed from one source."""
+        fields = ("latency_s", "bytes_per_s", "setup_s")
+        return cls(
+            name=name,
+            level=level,
+            latency_s=latency_s,
+            bytes_per_s=bytes_per_s,
+            setup_s=setup_s,
+            origins={"given": Origin(kind="assumed", text=source)},
+            origin_by_field=dict.fromkeys(fields, "given"),
+        )
+
+    @property
+    def bus_bytes_per_s(self) -> float:
+        """Bandwidth that a ring over this link reaches per rank, bytes per second."""
+        return self.ring_bytes_per_s or self.bytes_per_s
+
+    def collective_time_s(self, collective: Collective, nbytes: float, degree: int) -> float:
+        """Return the seconds of one collective.
+
+        A measured curve of this collective and degree is read as it is. Else the time is the
+        larger of the equation and the nearest curve carried to this degree, so that what makes
+        middle sizes slow in the measured group is not forgotten in others.
+
+        Args:
+            collective: which one.
+            nbytes: the whole buffer, as in the module's docstring, at least 0.
+            degree: ranks in the group, at least 1; 1 costs nothing.
+
+        Raises:
+            ProfileError: if the collective is unknown.
+            ValueError: if `degree` < 1 or `nbytes` < 0.
+        """
+        if collective not in _EQUATIONS:
+            raise ProfileError(
+                f"unknown collective {collective!r}: allowed are {', '.join(_EQUATIONS)}"
+            )
+        if degree < 1 or nbytes < 0:
+            raise ValueError(
+                f"degree must be at least 1 and nbytes at least 0, got {degree} and {nbytes}"
+            )
+        if degree == 1 or nbytes == 0:
+            return 0.0
+        return _collective_time_s(self, collective, nbytes, degree)
+
+    def scaled(self, *, bandwidth: float = 1.0) -> LinkProfile:
+        """Return the same link with `bandwidth` times its bytes per second (for what-if and laws).
+
+        Curves are divided by the factor; a faster one stops at the setup time.
+        """
+        check_positive("bandwidth", bandwidth)
+        curves = tuple(
+            replace(
+                curve,
+                rows=tuple(
+                    (nbytes, min(time_s, max(self.setup_s, time_s / bandwidth)))
+                    if bandwidth >= 1
+                    else (nbytes, time_s / bandwidth)
+                    for nbytes, time_s in curve.rows
+                ),
+            )
+            for curve in self.curves
+        )
+        ring = self.ring_bytes_per_s
+        return replace(
+            self,
+            bytes_per_s=self.bytes_per_s * bandwidth,
+            ring_bytes_per_s=None if ring is None else ring * bandwidth,
+            curves=curves,
+        )
+
+
+def all_reduce_time_s(nbytes: float, degree: int, link: LinkProfile) -> float:
+    """Return the seconds of an all_reduce: the better of a ring and a double binary tree.
+
+    Ring: 2 (d - 1) latency + 2 (d - 1) / d * nbytes / bandwidth (Thakur, Rabenseifner and Gropp
+    2005). Tree: 2 ceil(log2 d) latency + 2 nbytes / bandwidth, at full bandwidth because each rank
+    is a leaf in one of two trees (Sanders, Speck and Traeff 2009; NCCL since 2.4).
+    """
+    moved_s = 2 * nbytes / link.bus_bytes_per_s
+    ring_s = 2 * (degree - 1) * link.latency_s + moved_s * (degree - 1) / degree
+    tree_s = 2 * math.ceil(math.log2(degree)) * link.latency_s + moved_s
+    return link.setup_s + min(ring_s, tree_s)
+
+
+def all_gather_time_s(nbytes: float, degree: int, link: LinkProfile) -> float:
+    """Return the seconds of a ring all_gather to `nbytes` gathered bytes.
+
+    (d - 1) * (latency + nbytes / d / bandwidth) (Thakur, Rabenseifner and Gropp 2005).
+    """
+    step_s = link.latency_s + nbytes / degree / link.bus_bytes_per_s
+    return link.setup_s + (degree - 1) * step_s
+
+
+def reduce_scatter_time_s(nbytes: float, degree: int, link: LinkProfile) -> float:
+    """Return the seconds of a ring reduce_scatter of `nbytes` unreduced bytes.
+
+    The ring all_gather backwards (Thakur, Rabenseifner and Gropp 2005); adding is not counted.
+    """
+    return all_gather_time_s(nbytes, degree, link)
+
+
+def all_to_all_time_s(nbytes: float, degree: int, link: LinkProfile) -> float:
+    """Return the seconds of a pairwise all_to_all of the `nbytes` that each rank holds.
+
+    (d - 1) * (latency + nbytes / d / bandwidth) (Thakur, Rabenseifner and Gropp 2005, long
+    messages). Each rank sends over its own port, so `ring_bytes_per_s` does not help.
+    """
+    step_s = link.latency_s + nbytes / degree / link.bytes_per_s
+    return link.setup_s + (degree - 1) * step_s
+
+
+def send_time_s(nbytes: float, degree: int, link: LinkProfile) -> float:
+    """Return the seconds of one message: latency + nbytes / bandwidth (Hockney 1994)."""
+    return link.setup_s + link.latency_s + nbytes / link.bytes_per_s
+
+
+_EQUATIONS = {
+    "all_reduce": all_reduce_time_s,
+    "all_gather": all_gather_time_s,
+    "reduce_scatter": reduce_scatter_time_s,
+    "all_to_all": all_to_all_time_s,
+    "send": send_time_s,
+}
+assert set(_EQUATIONS) == set(get_args(Collective))
+
+# Half of a ring all_reduce is a reduce_scatter, the other half an all_gather.
+_HALF_OF_ALL_REDUCE = ("all_gather", "reduce_scatter")
+
+
+@lru_cache(maxsize=65536)
+def _collective_time_s(
+    link: LinkProfile, collective: Collective, nbytes: float, degree: int
+) -> float:
+    group = 2 if collective == "send" else degree
+    curves = _curves(link)
+    exact = curves.get((collective, group))
+    if exact is not None:
+        return exact.time_s(nbytes)[0]
+    equation_s = _EQUATIONS[collective](nbytes, degree, link)
+    carried_s = _carried_time_s(link, collective, nbytes, degree)
+    return max(equation_s, carried_s)
+
+
+@lru_cache(maxsize=1024)
+def _curves(link: LinkProfile) -> dict[tuple[str, int], TimeCurve]:
+    return {(c.collective, c.degree): TimeCurve(c.rows) for c in link.curves}
+
+
+def _carried_time_s(link: LinkProfile, collective: Collective, nbytes: float, degree: int) -> float:
+    """Return the nearest measured curve carried to another group size; 0 if there is none.
+
+    Bytes scale with (d - 1) / d, and what a larger group has more of hops is added. Both terms
+    grow with the bytes, so the result does.
+    """
+    curves = _curves(link)
+    source, share = collective, 1.0
+    degrees = [d for c, d in curves if c == collective]
+    if not degrees and collective in _HALF_OF_ALL_REDUCE:
+        source, share = "all_reduce", 0.5
+        degrees = [d for c, d in curves if c == "all_reduce"]
+    if not degrees:
+        return 0.0
+    nearest = min(degrees, key=lambda d: (abs(math.log(d / degree)), d))
+    curve_s = curves[source, nearest].time_s(nbytes)[0] * share
+    bytes_ratio = ((degree - 1) / degree) / ((nearest - 1) / nearest)
+    more_hops = (
+        max(0, degree - nearest)
+        if collective != "all_reduce"
+        else (2 * max(0, math.ceil(math.log2(degree)) - math.ceil(math.log2(nearest))))
+    )
+    return curve_s * bytes_ratio + more_hops * link.latency_s
