@@ -1,0 +1,204 @@
+"""The fastest way to run an interval of blocks as one stage, bounded and exactly.
+
+The programme of one stage, over its runs c (`count[c]` blocks) and their options o:
+
+    n[c,o]     blocks of run c that use option o                              0 .. count[c]
+    level[c,w] run c uses an option whose working memory is w or more         0 or 1
+
+    minimise   sum (forward + backward)[c,o] n[c,o]                           solve_stage
+    subject to sum_o n[c,o] = count[c]                                        _add_run
+               peak >= sum_w step[w] level[c,w] for every c                   _add_run
+               sum of n[c,o] with working[o] >= w  <=  count[c] level[c,w]    _add_run
+               sum (static + live kept)[c,o] n[c,o] + peak <= room            solve_stage
+
+`step[w]` is the distance of w from the next smaller working memory. For a run of one block, level
+is a sum of its n. The bound is the Lagrangian relaxation of the last row at a grid of prices:
+
+    time >= sum_b min_o (time[o] + price (static + live kept)[o]) - price (room - least peak)
+
+which prefix sums over the blocks give for all intervals at once (stage_time_bounds).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from ortools.sat.python import cp_model
+
+from autoplan.search.cp_sat import run_solver
+from autoplan.search.partition import UNREACHABLE
+from autoplan.search.problem import BlockOption, Run, Status
+
+__all__ = ["StageSolution", "solve_stage", "stage_time_bounds"]
+
+_NUM_PRICES = 24
+
+# Subtracted from bounds computed in floating point, relative; their error is below 1e-12.
+_BOUND_SLACK = 1e-11
+
+_TUNING = {"linearization_level": 2, "cp_model_probing_level": 0, "symmetry_level": 0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSolution:
+    """Counts per run and option; `time` (ticks, without the boundary) and its proven bound."""
+
+    status: Status
+    counts: tuple[tuple[int, ...], ...]
+    time: int
+    bound: int
+
+
+def stage_time_bounds(
+    blocks: Sequence[Sequence[BlockOption]], live: int, room: int
+) -> NDArray[np.int64]:
+    """Return [start, end] lower bounds in ticks of running blocks start..end-1 as one stage.
+
+    UNREACHABLE where start >= end or where the blocks need more than `room` in any case.
+    """
+    times = [_column(block, "time", live) for block in blocks]
+    held = [_column(block, "held", live) for block in blocks]
+    working = np.array([min(option.working for option in block) for block in blocks])
+    peak = _interval_max(working)
+    least_held = _interval_sums(np.array([values.min() for values in held]))
+    spare = room - peak
+    bounds = _interval_sums(np.array([values.min() for values in times]))
+    for price in _prices(times, held):
+        priced = np.array([(t + price * h).min() for t, h in zip(times, held, strict=True)])
+        bounds = np.maximum(bounds, _interval_sums(priced) - price * spare)
+    rounded = np.ceil(bounds - _BOUND_SLACK * np.abs(bounds) - 1e-6 * (bounds > 0))
+    size = len(blocks) + 1
+    impossible = (least_held > spare) | (np.arange(size)[:, None] >= np.arange(size)[None, :])
+    return np.where(impossible, UNREACHABLE, np.clip(rounded, 0, UNREACHABLE)).astype(np.int64)
+
+
+def _column(block: Sequence[BlockOption], which: str, live: int) -> NDArray[np.float64]:
+    """Return the times, or the memory held by `live` micro-batches, of a block's options."""
+    if which == "time":
+        return np.array([float(option.forward + option.backward) for option in block])
+    return np.array([float(option.static + live * option.kept) for option in block])
+
+
+def _interval_sums(values: NDArray[Any]) -> NDArray[np.float64]:
+    """Return [start, end] sums of values[start:end]."""
+    prefix = np.concatenate([[0.0], np.cumsum(values.astype(np.float64))])
+    return np.asarray(prefix[None, :] - prefix[:, None])
+
+
+def _interval_max(values: NDArray[Any]) -> NDArray[np.float64]:
+    """Return [start, end] maxima of values[start:end], 0 where empty."""
+    size = len(values) + 1
+    peaks = np.zeros((size, size))
+    for start in range(len(values)):
+        peaks[start, start + 1 :] = np.maximum.accumulate(values[start:])
+    return peaks
+
+
+def _prices(
+    times: Sequence[NDArray[np.float64]], held: Sequence[NDArray[np.float64]]
+) -> list[float]:
+    """Return prices of memory in ticks per unit, spread over the blocks' own exchange rates."""
+    rates = set()
+    for own_times, own_held in {(tuple(t), tuple(h)) for t, h in zip(times, held, strict=True)}:
+        points = sorted(zip(own_held, own_times, strict=True))
+        for (less, slow), (more, fast) in pairwise(points):
+            if more > less and slow > fast:
+                rates.add((slow - fast) / (more - less))
+    ordered = sorted(rates)
+    if len(ordered) <= _NUM_PRICES:
+        return ordered
+    picks = np.linspace(0, len(ordered) - 1, _NUM_PRICES).round().astype(int)
+    return [ordered[index] for index in picks]
+
+
+def solve_stage(
+    runs: Sequence[Run], live: int, room: int, *, time_limit_s: float, seed: int, workers: int
+) -> StageSolution:
+    """Return the fastest options of one stage's runs within its room."""
+    fastest = [_fastest_counts(run) for run in runs]
+    if _stage_memory(runs, fastest, live) <= room:
+        time = _stage_time(runs, fastest)
+        return StageSolution(status="optimal", counts=tuple(fastest), time=time, bound=time)
+    if room < 0:
+        return StageSolution(status="infeasible", counts=(), time=0, bound=0)
+    model = cp_model.CpModel()
+    peak = model.new_int_var(0, room, "peak")
+    counts = [_add_run(model, run, peak) for run in runs]
+    pairs = [
+        (option, n)
+        for run, own in zip(runs, counts, strict=True)
+        for option, n in zip(run.options, own, strict=True)
+    ]
+    model.add(sum((option.static + live * option.kept) * n for option, n in pairs) + peak <= room)
+    model.minimize(sum((option.forward + option.backward) * n for option, n in pairs))
+    outcome = run_solver(
+        model,
+        [n for _, n in pairs],
+        time_limit_s=time_limit_s,
+        seed=seed,
+        workers=workers,
+        tuning=_TUNING,
+    )
+    values = iter(outcome.values)
+    chosen = tuple(tuple(next(values) for _ in run.options) for run in runs if outcome.values)
+    return StageSolution(
+        status=outcome.status, counts=chosen, time=outcome.objective, bound=outcome.bound
+    )
+
+
+def _add_run(model: cp_model.CpModel, run: Run, peak: Any) -> list[Any]:
+    """Add the counts of one run and the peak that its options need."""
+    counts = [
+        model.new_int_var(0, run.count, f"n[{index}]") for index in range(len(run.options))
+    ]
+    model.add(sum(counts) == run.count)
+    steps: list[Any] = []
+    previous = 0
+    for working in sorted({option.working for option in run.options}):
+        users = sum(
+            n for option, n in zip(run.options, counts, strict=True) if option.working >= working
+        )
+        level = users
+        if run.count > 1:
+            level = model.new_bool_var(f"level[{working}]")
+            model.add(users <= run.count * level)
+        steps.append((working - previous) * level)
+        previous = working
+    model.add(peak >= sum(steps))
+    return counts
+
+
+def _fastest_counts(run: Run) -> tuple[int, ...]:
+    """Return counts that give every block of a run its fastest option."""
+    order = [
+        (option.forward + option.backward, option.static + option.kept, index)
+        for index, option in enumerate(run.options)
+    ]
+    best = min(order)[2]
+    return tuple(run.count if index == best else 0 for index in range(len(run.options)))
+
+
+def _stage_time(runs: Sequence[Run], counts: Sequence[Sequence[int]]) -> int:
+    """Return the ticks of a stage with these counts."""
+    return sum(
+        (option.forward + option.backward) * n
+        for run, own in zip(runs, counts, strict=True)
+        for option, n in zip(run.options, own, strict=True)
+    )
+
+
+def _stage_memory(runs: Sequence[Run], counts: Sequence[Sequence[int]], live: int) -> int:
+    """Return the memory units of a stage with these counts, fixed not included."""
+    used = [
+        (option, n)
+        for run, own in zip(runs, counts, strict=True)
+        for option, n in zip(run.options, own, strict=True)
+        if n
+    ]
+    held = sum((option.static + live * option.kept) * n for option, n in used)
+    return held + max((option.working for option, _ in used), default=0)
