@@ -1,0 +1,196 @@
+"""A setting: the degrees and sizes that are fixed before blocks are placed and decided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from autoplan.cluster import Cluster
+from autoplan.graph import Trace
+
+__all__ = ["PIN_KEYS", "Optimizer", "Setting", "Workload", "check_pins", "settings_of"]
+
+PIN_KEYS = ("dp", "tp", "pp", "zero_stage", "microbatch_size", "num_microbatches", "recompute")
+_RECOMPUTE = ("none", "full", "selective")
+_MAX_MICROBATCH_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """Memory and traffic of an optimizer.
+
+    Attributes:
+        name: such as `AdamW`.
+        state_bytes_per_byte: bytes of state per byte of trained parameter (AdamW: 2 moments).
+        traffic_bytes_per_byte: bytes read and written in a step per byte of parameter.
+        is_foreach: its step holds a temporary as large as the parameters.
+    """
+
+    name: str
+    state_bytes_per_byte: float
+    traffic_bytes_per_byte: float
+    is_foreach: bool
+
+    @classmethod
+    def named(cls, name: str, *, is_foreach: bool) -> Optimizer:
+        """Return the optimizer of that name: AdamW, Adam, SGD (plain or `SGD momentum`).
+
+        Traffic counts reads of parameter, gradient and states and writes of parameter and states.
+
+        Raises:
+            ValueError: names what is known.
+        """
+        states = {"adamw": 2.0, "adam": 2.0, "sgd": 0.0, "sgd momentum": 1.0, "adagrad": 1.0}
+        key = name.lower()
+        if key not in states:
+            raise ValueError(f"optimizer {name!r} is not known; known are {', '.join(states)}")
+        count = states[key]
+        return cls(
+            name=name,
+            state_bytes_per_byte=count,
+            traffic_bytes_per_byte=3 + 2 * count,
+            is_foreach=is_foreach,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What does not depend on the plan: the batch, the optimizer, the precision.
+
+    Attributes:
+        global_batch_size: rows of one step over all devices.
+        optimizer: its memory law.
+        mixed_precision: `bfloat16`: the trace is in it, over parameters of `parameter_dtype_bytes`.
+        parameter_bytes_per_traced_byte: bytes of a stored parameter per byte in the trace: 2 for
+            float32 parameters computed with in bfloat16, else 1.
+    """
+
+    global_batch_size: int
+    optimizer: Optimizer
+    mixed_precision: Literal["none", "bfloat16"] = "none"
+    parameter_bytes_per_traced_byte: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Setting:
+    """One point of the outer search."""
+
+    dp: int
+    tp: int
+    pp: int
+    zero_stage: int
+    microbatch_size: int
+    num_microbatches: int
+    schedule: Literal["none", "gpipe", "1f1b"]
+
+    def __str__(self) -> str:
+        return (
+            f"dp={self.dp} tp={self.tp} pp={self.pp} zero={self.zero_stage} "
+            f"mbs={self.microbatch_size} m={self.num_microbatches}"
+        )
+
+    @property
+    def simplicity(self) -> tuple[int, ...]:
+        """Return the order in which ties are broken: fewer ways of being parallel first."""
+        return (self.pp, self.tp, self.zero_stage, self.num_microbatches, self.dp)
+
+    def live(self) -> tuple[int, ...]:
+        """Return per stage the micro-batches that are alive at once."""
+        m = self.num_microbatches
+        if self.schedule == "1f1b":
+            return tuple(min(m, self.pp - s) for s in range(self.pp))
+        return (m,) * self.pp if self.schedule == "gpipe" else (1,)
+
+
+def check_pins(pins: Mapping[str, Any]) -> None:
+    """Check the names and values of pinned settings.
+
+    Raises:
+        ValueError: says what was got and what is allowed.
+    """
+    for key, value in pins.items():
+        if key not in PIN_KEYS:
+            raise ValueError(f"cannot pin {key!r}; allowed are {', '.join(PIN_KEYS)}")
+        if key == "recompute":
+            if value not in _RECOMPUTE:
+                raise ValueError(f"recompute={value!r}; allowed are {', '.join(_RECOMPUTE)}")
+        elif not isinstance(value, int) or isinstance(value, bool) or value < (key != "zero_stage"):
+            raise ValueError(f"{key}={value!r}: must be a whole number of at least 1")
+    if pins.get("zero_stage", 0) > 3:
+        raise ValueError(f"zero_stage={pins['zero_stage']}; allowed are 0, 1, 2, 3")
+
+
+def settings_of(
+    cluster: Cluster,
+    workload: Workload,
+    num_blocks: int,
+    pins: Mapping[str, Any],
+    *,
+    devices: int | None = None,
+) -> Iterator[Setting]:
+    """Yield every setting of the space that obeys the rules of divisibility and the pins.
+
+    Rules: dp * tp * pp is the number of devices; tp stays inside a node; there are at least as many
+    blocks as stages; the batch divides into dp * num_microbatches * microbatch_size; 1F1B has at
+    least as many micro-batches as stages; without data parallelism there is nothing to shard.
+    """
+    world = devices or cluster.world_size
+    for pp in _divisors(world):
+        if pp > num_blocks or pins.get("pp", pp) != pp:
+            continue
+        for tp in _divisors(world // pp):
+            dp = world // pp // tp
+            is_pinned_off = pins.get("tp", tp) != tp or pins.get("dp", dp) != dp
+            if is_pinned_off or (tp > cluster.gpus_per_node and "tp" not in pins):
+                continue
+            yield from _batch_settings(dp, tp, pp, workload, pins)
+
+
+def _batch_settings(
+    dp: int, tp: int, pp: int, workload: Workload, pins: Mapping[str, Any]
+) -> Iterator[Setting]:
+    if workload.global_batch_size % dp:
+        return
+    rows = workload.global_batch_size // dp
+    for size in _divisors(rows):
+        m = rows // size
+        if pins.get("microbatch_size", size) != size or pins.get("num_microbatches", m) != m:
+            continue
+        is_pinned = "microbatch_size" in pins or "num_microbatches" in pins
+        if not is_pinned and (size > _MAX_MICROBATCH_ROWS or size & (size - 1)) and m > 1:
+            continue
+        if pp > 1 and m < pp:
+            continue
+        for zero in (0, 1, 2, 3) if dp > 1 else (0,):
+            if pins.get("zero_stage", zero) != zero and dp > 1:
+                continue
+            yield Setting(
+                dp=dp,
+                tp=tp,
+                pp=pp,
+                zero_stage=zero,
+                microbatch_size=size,
+                num_microbatches=m,
+                schedule="1f1b" if pp > 1 else "none",
+            )
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def shared_states(trace: Trace) -> dict[int, frozenset[str]]:
+    """Return per block class the state names that name a parameter of several calls."""
+    canonical = {fqn: group[0] for group in trace.shared for fqn in group}
+    uses: dict[str, int] = {}
+    for call in trace.calls:
+        for fqn in {canonical.get(f, f) for f in call.states}:
+            uses[fqn] = uses.get(fqn, 0) + 1
+    found: dict[int, set[str]] = {}
+    for call in trace.calls:
+        states = trace.blocks[call.block].states
+        for state, fqn in zip(states, call.states, strict=True):
+            if uses[canonical.get(fqn, fqn)] > 1:
+                found.setdefault(call.block, set()).add(state.name)
+    return {block: frozenset(names) for block, names in found.items()}

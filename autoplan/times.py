@@ -1,0 +1,171 @@
+"""Seconds of ops, conversions, ZeRO collectives, pipeline transfers and the optimizer step.
+
+Every number comes from a profile look-up; a `Tally` counts how each was found.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from autoplan.cluster import Cluster
+from autoplan.errors import ProfileError
+from autoplan.graph import Gemm, OpTrace
+from autoplan.local import LocalOp
+from autoplan.profiles.device import DeviceProfile
+from autoplan.profiles.tables import Lookup
+
+__all__ = ["OpTime", "Tally", "Timer", "overlaps_communication"]
+
+_DOUBLE_COST = 2.0  # float64 on units measured in float32: two words for one
+
+
+@dataclass(slots=True)
+class Tally:
+    """How often each kind of look-up was used."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, lookup: Lookup) -> float:
+        """Count a look-up and return its seconds."""
+        self.counts[lookup.how] += 1
+        return lookup.time_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpTime:
+    """Seconds of an op: arithmetic and tensor-parallel communication, forward and backward."""
+
+    forward_s: float
+    backward_s: float
+    forward_comm_s: float = 0.0
+    backward_comm_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Return forward and backward, communication included."""
+        return self.forward_s + self.backward_s + self.forward_comm_s + self.backward_comm_s
+
+
+def overlaps_communication(cluster: Cluster) -> bool:
+    """Return whether collectives run beside kernels: on GPUs on their own stream, on CPU not."""
+    return not cluster.device.name.startswith("cpu")
+
+
+class Timer:
+    """Prices local ops on a cluster for one tensor-parallel degree."""
+
+    def __init__(self, cluster: Cluster, degree: int, tally: Tally | None = None) -> None:
+        self.cluster = cluster
+        self.device = cluster.device
+        self.degree = degree
+        self.link = cluster.link_for(degree, 1)
+        self.tally = tally or Tally()
+
+    def op_time(self, op: LocalOp) -> OpTime:
+        """Return the seconds of one local op."""
+        if op.op is None:
+            return self._conversion_time(op)
+        return self._traced_time(op.op, op.option.gemm_dim, op.option.is_split)
+
+    def _conversion_time(self, op: LocalOp) -> OpTime:
+        assert op.transition is not None, "a conversion carries its transition"
+        return OpTime(
+            forward_s=0.0,
+            backward_s=0.0,
+            forward_comm_s=self.collective_s(op.transition.forward, op.moved_bytes),
+            backward_comm_s=(
+                self.collective_s(op.transition.backward, op.moved_bytes) if op.grads else 0.0
+            ),
+        )
+
+    def collective_s(self, name: str, nbytes: int) -> float:
+        """Return the seconds of a conversion's collective over a whole value of `nbytes`."""
+        if name == "":
+            return 0.0
+        if name == "slice":
+            return self.tally.add(self.device.memory_time_s(2 * nbytes / self.degree))
+        return self.link.collective_time_s(name, nbytes, self.degree)  # type: ignore[arg-type]
+
+    def _traced_time(self, op: OpTrace, gemm_dim: str, is_split: bool) -> OpTime:
+        split = self.degree if is_split else 1
+        if op.kind == "view":
+            return OpTime(forward_s=0.0, backward_s=0.0)
+        if op.kind == "gemm" and op.gemm is not None and op.forward_flops > 0:
+            return self._gemm_time(op, _divided(op.gemm, gemm_dim, self.degree))
+        if op.kind == "attention" and op.attention is not None:
+            return self._attention_time(op, split)
+        forward = self._memory_s(op.forward_bytes / split)
+        backward = self._memory_s(op.backward_bytes / split) if op.needs_grad else 0.0
+        return OpTime(forward_s=forward, backward_s=backward)
+
+    def _memory_s(self, nbytes: float) -> float:
+        return self.tally.add(self.device.memory_time_s(nbytes)) if nbytes > 0 else 0.0
+
+    def _gemm_time(self, op: OpTrace, gemm: Gemm) -> OpTime:
+        dtype, cost = _priced_dtype(self.device, op.dtype)
+        m, n, k, batch = gemm.m, gemm.n, gemm.k, gemm.batch
+        add, device = self.tally.add, self.device
+        forward = add(device.gemm_time_s(m, n, k, dtype=dtype, batch=batch))
+        backward = 0.0
+        products = round(op.backward_flops / op.forward_flops)
+        if products >= 2:
+            backward += add(
+                device.gemm_time_s(m, k, n, dtype=dtype, batch=batch, direction="dgrad")
+            )
+        if products >= 1:
+            backward += add(
+                device.gemm_time_s(n, k, m, dtype=dtype, batch=batch, direction="wgrad")
+            )
+        return OpTime(forward_s=cost * forward, backward_s=cost * backward)
+
+    def _attention_time(self, op: OpTrace, split: int) -> OpTime:
+        assert op.attention is not None, "an attention op carries its sizes"
+        batch, heads, seq_q, seq_k, head_dim, causal = op.attention
+        dtype, cost = _priced_dtype(self.device, op.dtype)
+
+        def seconds(direction: str) -> float:
+            lookup = self.device.attention_time_s(
+                batch=batch,
+                heads=-(-heads // split),
+                seq_q=seq_q,
+                seq_k=seq_k,
+                head_dim=head_dim,
+                causal=bool(causal),
+                dtype=dtype,
+                direction=direction,  # type: ignore[arg-type]
+            )
+            return cost * self.tally.add(lookup)
+
+        backward = seconds("backward") if op.needs_grad else 0.0
+        return OpTime(forward_s=seconds("forward"), backward_s=backward)
+
+
+def _divided(gemm: Gemm, gemm_dim: str, degree: int) -> Gemm:
+    sizes = {"batch": gemm.batch, "m": gemm.m, "n": gemm.n, "k": gemm.k}
+    if gemm_dim:
+        sizes[gemm_dim] = -(-sizes[gemm_dim] // degree)
+    return Gemm(**sizes)
+
+
+def _priced_dtype(device: DeviceProfile, dtype: str) -> tuple[str, float]:
+    """Return the dtype to look up and the factor on its time.
+
+    Raises:
+        ProfileError: the profile knows neither the dtype nor a stand-in for it.
+    """
+    if dtype in device.peak_flops_per_s:
+        return dtype, 1.0
+    if dtype == "float64" and "float32" in device.peak_flops_per_s:
+        return "float32", _DOUBLE_COST
+    known = ", ".join(device.peak_flops_per_s)
+    raise ProfileError(
+        f"profile {device.name} has no speed for {dtype}, it has {known}: build the model in one "
+        "of these, or measure a profile with it"
+    )
+
+
+def sum_forward(times: Iterable[OpTime]) -> float:
+    """Return the forward seconds of several ops, communication included."""
+    return sum(t.forward_s + t.forward_comm_s for t in times)
