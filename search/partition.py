@@ -63,9 +63,7 @@ def best_partition(
     return best
 
 
-def _search_slowest(
-    time: NDArray[np.int64], weight: int, limit: int | None
-) -> Partition | None:
+def _search_slowest(time: NDArray[np.int64], weight: int, limit: int | None) -> Partition | None:
     """Return the best partition without `once` that is below the limit, or None."""
     free = _shortest(time)
     if free is None:

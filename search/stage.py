@@ -156,9 +156,7 @@ def solve_stage(
 
 def _add_run(model: cp_model.CpModel, run: Run, peak: Any) -> list[Any]:
     """Add the counts of one run and the peak that its options need."""
-    counts = [
-        model.new_int_var(0, run.count, f"n[{index}]") for index in range(len(run.options))
-    ]
+    counts = [model.new_int_var(0, run.count, f"n[{index}]") for index in range(len(run.options))]
     model.add(sum(counts) == run.count)
     add_peak(model, run, counts, peak)
     return counts
