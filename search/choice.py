@@ -218,9 +218,7 @@ def _add_link(built: ChoiceModel, link: Link) -> None:
         _cost_terms(built, shared, *cost)
 
 
-def _add_consumer(
-    built: ChoiceModel, link: Link, consumer: Consumer
-) -> dict[tuple[int, int], Any]:
+def _add_consumer(built: ChoiceModel, link: Link, consumer: Consumer) -> dict[tuple[int, int], Any]:
     """Return the flow (state made, state needed) -> literal or sum of literals of one consumer."""
     producer_options = built.problem.ops[link.producer]
     made = _group(
@@ -228,8 +226,7 @@ def _add_consumer(
         for index, literal in built.choices[link.producer].items()
     )
     needed = _group(
-        (consumer.requires[index], literal)
-        for index, literal in built.choices[consumer.op].items()
+        (consumer.requires[index], literal) for index, literal in built.choices[consumer.op].items()
     )
     if len(made) == 1:
         (state,) = made
@@ -363,9 +360,7 @@ def _solution(
     options = _prefer_small_indices(problem, options)
     cost = choice_cost(problem, options)
     assert cost is not None, "the programme chose options that do not go together"
-    return ChoiceSolution(
-        status=status, options=options, time=cost[0], bound=bound, memory=cost[1]
-    )
+    return ChoiceSolution(status=status, options=options, time=cost[0], bound=bound, memory=cost[1])
 
 
 def _prefer_small_indices(problem: ChoiceProblem, options: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,35 +1,37 @@
-"""Level 2: cut a chain of blocks into stages and choose an option for every block.
+"""Level 2 as one programme, for block options that differ in what they cost once per step.
 
 Blocks are counted, not enumerated. The programme, over stages s, runs c of alike blocks, and
-options o of a run (`count[c]` blocks, `first[c]` blocks before it):
+options o of a run (`count[c]` blocks):
 
     cum[s,c]    blocks of run c that lie in stages 0..s                      0 .. count[c]
     full[s,c]   run c ends at or before the end of stage s                   0 or 1
     n[s,c,o]    blocks of run c in stage s that use option o                 0 .. count[c]
-    level[s,w]  stage s uses an option whose working memory is w or more     0 or 1
+    level[s,c,w] stage s uses an option of run c with working >= w           0 or 1
+    peak[s]     working memory of stage s                                    units
     slowest, once                                                            ticks
 
-    minimise    sum_s t[s] + (num_microbatches - 1) slowest + once + constant         _add_times
+    minimise    sum_s t[s] + (num_microbatches - 1) slowest + once + constant       _add_objective
     with        t[s] = sum_c,o (forward + backward)[c,o] n[s,c,o] + boundary[s]
 
-    subject to  cum[s,c] >= count[c] full[s,c]                                        _add_cuts
-                cum[s,c+1] <= count[c+1] full[s,c]                                    _add_cuts
-                sum_c cum[s,c] in the allowed cut positions                           _add_cuts
-                sum_o n[s,c,o] = cum[s,c] - cum[s-1,c]                                _add_counts
-                sum of n[s,c,o] with working[o] >= w  <=  count[c] level[s,w]         _add_memory
-                sum (static + live[s] kept)[c,o] n[s,c,o] + sum_w step[w] level[s,w]
-                    + fixed[s] <= capacity[s]                                         _add_memory
-                slowest >= t[s],  once >= sum once[c,o] n[s,c,o]                      _add_times
-                objective < cutoff                                                    _add_times
+    subject to  cum[s,c] >= count[c] full[s,c]                                      _add_end
+                cum[s,c+1] <= count[c+1] full[s,c]                                  _add_end
+                sum_c cum[s,c] in the allowed cut positions                         _add_end
+                sum_o n[s,c,o] = cum[s,c] - cum[s-1,c]                              _add_counts
+                sum_c cum[s,c] - cum[s-1,c] >= min_blocks                           _add_counts
+                sum of n[s,c,o] with working[o] >= w  <=  count[c] level[s,c,w]     add_peak
+                peak[s] >= sum_w step[w] level[s,c,w]                               add_peak
+                sum (static + live[s] kept)[c,o] n[s,c,o] + peak[s] + fixed[s]
+                    <= capacity[s]                                                  _add_memory
+                slowest >= t[s],  once >= sum once[c,o] n[s,c,o]                    _add_objective
+                least <= objective < cutoff                                         _add_objective
 
-Filling runs from the front makes the overlap of a run and a stage linear: no clamps. Where all
-runs have one block, `full` is `cum`, `n` is one literal per (block, option, stage), and the same
-programme is the prefix-monotone one. `step[w]` is the distance of w from the next smaller level.
+Filling runs from the front makes the overlap of a run and a stage linear: no clamps. Where a run
+has one block, `full` is `cum`, `level` is a sum of n, and n is one literal per (option, stage).
+`step[w]` is the distance of w from the next smaller working memory of the run.
 """
 
 from __future__ import annotations
 
-import time as clock
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,186 +39,185 @@ from typing import Any
 from ortools.sat.python import cp_model
 
 from autoplan.search.cp_sat import run_solver
-from autoplan.search.evaluate import (
-    cut_positions,
-    option_numbers,
-    pipeline_objective,
-    stage_costs,
-    verify_pipeline_problem,
-)
-from autoplan.search.problem import BlockOption, PipelineProblem, PipelineSolution, Run
+from autoplan.search.evaluate import cut_positions, pipeline_objective, stage_costs
+from autoplan.search.problem import PipelineProblem, PipelineSolution, Run
 
-__all__ = ["solve_by_counting"]
+__all__ = ["add_peak", "solve_by_counting"]
 
 
 @dataclass(slots=True, kw_only=True)
-class _PipelineModel:
+class _CountingModel:
     """The programme while it is being built.
 
     Attributes:
-        runs: the runs with dominated options removed.
-        original: per run the original index of every option left.
-        filled: cum[s,c], variables or constants.
+        filled: cum[s,c]; the last stage's are constants.
         counts: n[s,c,o].
     """
 
     problem: PipelineProblem
-    runs: tuple[Run, ...]
-    original: tuple[tuple[int, ...], ...]
     model: cp_model.CpModel = field(default_factory=cp_model.CpModel)
     filled: list[list[Any]] = field(default_factory=list)
     counts: list[list[list[Any]]] = field(default_factory=list)
 
 
-def solve_by_counting(problem, *, cutoff, least, time_limit_s, seed, workers, log):
-    built = _build(problem, cutoff)
-    variables = [n for stage in built.counts for run in stage for n in run]
+def solve_by_counting(
+    problem: PipelineProblem,
+    *,
+    cutoff: int | None,
+    least: int,
+    time_limit_s: float,
+    seed: int,
+    workers: int,
+    log: Callable[[str], None] | None,
+) -> PipelineSolution:
+    """Return the solution of least objective in `least <= objective < cutoff`.
+
+    The caller has verified the problem and proven that no solution is below `least`. Statuses are
+    those of `solve_pipeline`; without a solution `bound` is the cutoff or 0 if "infeasible", else
+    proven.
+    """
+    built = _CountingModel(problem=problem)
+    for stage in range(problem.num_stages - 1):
+        _add_end(built, stage)
+    built.filled.append([run.count for run in problem.runs])
+    for stage in range(problem.num_stages):
+        _add_counts(built, stage)
+        _add_memory(built, stage)
+    _add_objective(built, cutoff, least)
     outcome = run_solver(
-        built.model, variables, time_limit_s=time_limit_s, seed=seed, workers=workers, log=log,
-        tuning=_TUNING,
+        built.model,
+        [n for stage in built.counts for run in stage for n in run],
+        time_limit_s=time_limit_s,
+        seed=seed,
+        workers=workers,
+        log=log,
     )
     if not outcome.values:
-        return PipelineSolution(status=outcome.status, ends=(), options=(), objective=0, bound=cutoff or 0)
-    ends, options = _answer(built, outcome.values)
-    costs = stage_costs(problem, ends, options)
-    return PipelineSolution(
-        status=outcome.status, ends=ends, options=options,
-        objective=pipeline_objective(problem, costs), bound=outcome.bound)
-
-_TUNING={}
-
-def _build(problem: PipelineProblem, cutoff: int | None) -> _PipelineModel:
-    left = tuple(_undominated_options(run.options) for run in problem.runs)
-    built = _PipelineModel(
-        problem=problem,
-        runs=tuple(
-            Run(count=run.count, options=tuple(run.options[index] for index in kept))
-            for run, kept in zip(problem.runs, left, strict=True)
-        ),
-        original=left,
-    )
-    _add_cuts(built)
-    _add_counts(built)
-    _add_memory(built)
-    _add_times(built, cutoff)
-    return built
-
-
-def _undominated_options(options: Sequence[BlockOption]) -> tuple[int, ...]:
-    """Return the indices of the options that no other beats in all six numbers.
-
-    Of equal options the first stays.
-    """
-    numbers = [option_numbers(option) for option in options]
-    return tuple(
-        index
-        for index, own in enumerate(numbers)
-        if not any(
-            all(x <= y for x, y in zip(other, own, strict=True)) and (other != own or rival < index)
-            for rival, other in enumerate(numbers)
-            if rival != index
+        bound = (cutoff or 0) if outcome.status == "infeasible" else max(least, outcome.bound)
+        return PipelineSolution(
+            status=outcome.status, ends=(), options=(), objective=0, bound=bound
         )
+    ends, options = _answer(built, outcome.values)
+    objective = pipeline_objective(problem, stage_costs(problem, ends, options))
+    return PipelineSolution(
+        status=outcome.status,
+        ends=ends,
+        options=options,
+        objective=objective,
+        bound=min(max(least, outcome.bound), objective),
     )
 
 
-def _add_cuts(built: _PipelineModel) -> None:
+def add_peak(model: cp_model.CpModel, run: Run, counts: Sequence[Any], peak: Any) -> None:
+    """Make `peak` at least the working memory of every option of the run that is in use."""
+    steps: list[Any] = []
+    previous = 0
+    for working in sorted({option.working for option in run.options}):
+        users = sum(
+            n for option, n in zip(run.options, counts, strict=True) if option.working >= working
+        )
+        level = users
+        if run.count > 1:
+            level = model.new_bool_var(f"level[{working}]")
+            model.add(users <= run.count * level)
+        steps.append((working - previous) * level)
+        previous = working
+    model.add(peak >= sum(steps))
+
+
+def _add_end(built: _CountingModel, stage: int) -> None:
+    """Add the end of a stage: runs filled from the front, up to an allowed cut."""
     problem, model = built.problem, built.model
-    allowed = cut_positions(problem)
-    first=0
-    stages = problem.num_stages
-    pos=set(allowed)
-    prev_full=None
-    for stage in range(stages - 1):
-        row=[]; start=0; full=[]
-        last=None
-        for c,run in enumerate(built.runs):
-            if last is not None and run.count==1 and built.runs[c-1].count==1 and start not in pos:
-                v=row[-1]
-            else:
-                v=model.new_int_var(0,run.count,f"cum[{stage},{c}]")
-            if c>0:
-                prev=built.runs[c-1]
-                if prev.count==1: f=row[-1]
-                else:
-                    f=model.new_bool_var(f"full[{stage},{c-1}]")
-                    model.add(row[-1]>=prev.count*f)
-                if v is not row[-1]: model.add(v<=run.count*f)
-                full.append(f)
-            row.append(v); last=v
-            start+=run.count
-        built.filled.append(row)
-        lo=(stage+1)*problem.min_blocks; hi=problem.num_blocks-(stages-1-stage)*problem.min_blocks
-        dom=[p for p in allowed if lo<=p<=hi]
-        model.add_linear_expression_in_domain(sum(row), cp_model.Domain.from_values(dom))
-        if prev_full: 
-            for a,b in zip(prev_full,full): 
-                if a is not b: model.add(a<=b)
-        prev_full=full
-    built.filled.append([run.count for run in built.runs])
+    filled = [
+        model.new_int_var(0, run.count, f"cum[{stage},{index}]")
+        for index, run in enumerate(problem.runs)
+    ]
+    for index, run in enumerate(problem.runs[:-1]):
+        full = filled[index]
+        if run.count > 1:
+            full = model.new_bool_var(f"full[{stage},{index}]")
+            model.add(filled[index] >= run.count * full)
+        model.add(filled[index + 1] <= problem.runs[index + 1].count * full)
+    cuts = cp_model.Domain.from_values(list(cut_positions(problem)))
+    model.add_linear_expression_in_domain(sum(filled), cuts)
+    built.filled.append(filled)
 
 
-def _add_counts(built: _PipelineModel) -> None:
-    prev=[0]*len(built.runs)
-    for stage,row in enumerate(built.filled):
-        cs=[]
-        for c,run in enumerate(built.runs):
-            ns=[built.model.new_int_var(0,run.count,f"n[{stage},{c},{o}]") for o in range(len(run.options))]
-            built.model.add(sum(ns)==row[c]-prev[c])
-            cs.append(ns)
-        built.counts.append(cs)
-        if stage<len(built.filled)-1 or stage>0:
-            built.model.add(sum(row)-sum(prev)>=built.problem.min_blocks)
-        prev=row
+def _add_counts(built: _CountingModel, stage: int) -> None:
+    """Add the counts of a stage: as many blocks of each run as its end takes on."""
+    problem, model = built.problem, built.model
+    before = built.filled[stage - 1] if stage > 0 else [0] * len(problem.runs)
+    after = built.filled[stage]
+    counts = []
+    for index, run in enumerate(problem.runs):
+        own = [
+            model.new_int_var(0, run.count, f"n[{stage},{index},{option}]")
+            for option in range(len(run.options))
+        ]
+        model.add(sum(own) == after[index] - before[index])
+        counts.append(own)
+    model.add(sum(n for own in counts for n in own) >= problem.min_blocks)
+    built.counts.append(counts)
 
 
-def _add_memory(built: _PipelineModel) -> None:
-    p=built.problem
-    for stage,cs in enumerate(built.counts):
-        room=p.capacity[stage]-p.fixed[stage]
-        if room<0:
-            built.model.add_bool_or([]); return
-        peak=built.model.new_int_var(0,room,f"peak[{stage}]")
-        total=[]
-        for c,run in enumerate(built.runs):
-            for o,n in zip(run.options,cs[c]):
-                total.append((o.static+p.live[stage]*o.kept)*n)
-            if run.count==1:
-                built.model.add(peak>=sum(o.working*n for o,n in zip(run.options,cs[c])))
-            else:
-                lv=sorted({o.working for o in run.options}); prev=0; terms=[]
-                for w in lv:
-                    b=built.model.new_bool_var("")
-                    built.model.add(sum(n for o,n in zip(run.options,cs[c]) if o.working>=w)<=run.count*b)
-                    terms.append((w-prev)*b); prev=w
-                built.model.add(peak>=sum(terms))
-        built.model.add(sum(total)+peak<=room)
+def _add_memory(built: _CountingModel, stage: int) -> None:
+    """Add the memory limit of a stage."""
+    problem, model = built.problem, built.model
+    room = problem.capacity[stage] - problem.fixed[stage]
+    peak = model.new_int_var(0, max(room, 0), f"peak[{stage}]")
+    held: list[Any] = []
+    for run, counts in zip(problem.runs, built.counts[stage], strict=True):
+        add_peak(model, run, counts, peak)
+        held += [
+            (option.static + problem.live[stage] * option.kept) * n
+            for option, n in zip(run.options, counts, strict=True)
+        ]
+    model.add(sum(held) + peak <= room)
 
 
-def _add_times(built: _PipelineModel, cutoff: int | None) -> None:
-    p=built.problem
-    tot=sum(r.count*max(o.forward+o.backward for o in r.options) for r in built.runs)+max(p.boundary)
-    lo=sum(r.count*min(o.forward+o.backward for o in r.options) for r in built.runs)+sum(p.boundary)
-    slow=built.model.new_int_var(-(-lo//p.num_stages),tot,"slowest")
-    once=built.model.new_int_var(0,sum(r.count*max(o.once for o in r.options) for r in built.runs),"once")
-    allt=[]
-    for stage,cs in enumerate(built.counts):
-        t=sum((o.forward+o.backward)*n for c,run in enumerate(built.runs) for o,n in zip(run.options,cs[c]))
-        built.model.add(slow>=t+p.boundary[stage])
-        allt.append(t+p.boundary[stage])
-        built.model.add(once>=sum(o.once*n for c,run in enumerate(built.runs) for o,n in zip(run.options,cs[c])))
-    obj=sum(allt)+(p.num_microbatches-1)*slow+once+p.constant
-    if cutoff is not None: built.model.add(obj<=cutoff-1)
-    built.model.minimize(obj)
+def _add_objective(built: _CountingModel, cutoff: int | None, least: int) -> None:
+    """Minimise the step time, between the proven bound and the cutoff."""
+    problem, model = built.problem, built.model
+    slowest = model.new_int_var(0, _most(problem, "time"), "slowest")
+    once = model.new_int_var(0, _most(problem, "once"), "once")
+    times = []
+    for stage, counts in enumerate(built.counts):
+        pairs = [
+            (option, n)
+            for run, own in zip(problem.runs, counts, strict=True)
+            for option, n in zip(run.options, own, strict=True)
+        ]
+        times.append(
+            sum((option.forward + option.backward) * n for option, n in pairs)
+            + problem.boundary[stage]
+        )
+        model.add(slowest >= times[-1])
+        model.add(once >= sum(option.once * n for option, n in pairs))
+    objective = sum(times) + (problem.num_microbatches - 1) * slowest + once + problem.constant
+    model.add(objective >= least)
+    if cutoff is not None:
+        model.add(objective <= cutoff - 1)
+    model.minimize(objective)
 
 
-def _answer(built: _PipelineModel, values: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if not values: return (),()
-    it=iter(values); ends=[]; pos=0; opts=[[] for _ in built.runs]
-    for cs in built.counts:
-        for c,ns in enumerate(cs):
-            for o in range(len(ns)):
-                k=next(it); pos+=k; opts[c]+= [built.original[c][o]]*k
-        ends.append(pos)
-    return tuple(ends), tuple(x for r in opts for x in r)
+def _most(problem: PipelineProblem, which: str) -> int:
+    """Return the greatest time or once that a stage can have."""
+    if which == "once":
+        return sum(run.count * max(o.once for o in run.options) for run in problem.runs)
+    times = (run.count * max(o.forward + o.backward for o in run.options) for run in problem.runs)
+    return sum(times) + max(problem.boundary)
 
-def _undominated_options(options): return tuple(range(len(options)))
+
+def _answer(
+    built: _CountingModel, values: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ends and the option per block from the values of all counts."""
+    remaining = iter(values)
+    ends: list[int] = []
+    options: list[list[int]] = [[] for _ in built.problem.runs]
+    for counts in built.counts:
+        for run, own in enumerate(counts):
+            for option in range(len(own)):
+                options[run] += [option] * next(remaining)
+        ends.append(sum(len(chosen) for chosen in options))
+    return tuple(ends), tuple(option for chosen in options for option in chosen)

@@ -54,9 +54,7 @@ def best_pipeline(problem: PipelineProblem) -> int | None:
     for ends in _all_ends(problem):
         for options in product(*choices):
             costs = stage_costs(problem, ends, options)
-            if any(
-                cost.memory > room for cost, room in zip(costs, problem.capacity, strict=True)
-            ):
+            if any(cost.memory > room for cost, room in zip(costs, problem.capacity, strict=True)):
                 continue
             objective = pipeline_objective(problem, costs)
             if best is None or objective < best:

@@ -6,13 +6,14 @@ not be. The programme, over ends e[0] < e[1] < ... with e[-1] = 0 and e[S-1] = N
     minimise  sum_s t[s] + weight * max_s t[s] + max_s once[s]        t[s] = time[s,e[s-1],e[s]]
 
 Both maxima are thresholds: with `slowest` and `most_once` fixed, the sum alone is a shortest path
-(_shortest). The least sum F falls as `slowest` grows, so an interval of thresholds between two
-solved ones is skipped if weight * (its least threshold) + F(its greatest) is no better than the
-best known, or if F is the same at both ends; else it is halved (_search_slowest).
+(_shortest). What remains, F, falls as a threshold grows, so of the thresholds between two solved
+ones only the better half-open ranges are split (_best_threshold): a range (low, high] is dropped if
+weight * (its least threshold) + F(high) is no better than the best known, or if F(low) == F(high).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,62 +46,85 @@ def best_partition(
     Returns:
         The partition; of equal ones always the same.
     """
-    least_sum = _shortest(time)
-    if least_sum is None:
-        return None
-    least_slowest = _bottleneck(time)
-    reachable = (time < UNREACHABLE).any(axis=0)
-    best: Partition | None = None
-    for most_once in np.unique(once[reachable]).tolist():
-        floor = least_sum.objective + weight * least_slowest + most_once
-        if best is not None and floor >= best.objective:
-            break
-        masked = np.where(once[None, :, :] <= most_once, time, UNREACHABLE)
-        limit = None if best is None else best.objective - most_once
-        found = _search_slowest(masked, weight, limit)
-        if found is not None:
-            best = Partition(objective=found.objective + most_once, ends=found.ends)
+    values = _values_from_bottleneck(np.where(time < UNREACHABLE, once[None], UNREACHABLE))
+
+    def solve(most_once: int) -> Partition:
+        return _best_sum_and_slowest(np.where(once[None] <= most_once, time, UNREACHABLE), weight)
+
+    return _best_threshold(values, 1, solve)
+
+
+def _best_sum_and_slowest(time: NDArray[np.int64], weight: int) -> Partition:
+    """Return the best partition without `once` of a reachable chain."""
+    values = _values_from_bottleneck(time)
+
+    def solve(slowest: int) -> Partition:
+        return _shortest(np.where(time <= slowest, time, UNREACHABLE))
+
+    best = _best_threshold(values, weight, solve)
+    assert best is not None, "the bottleneck is reachable by definition"
     return best
 
 
-def _search_slowest(
-    time: NDArray[np.int64], weight: int, limit: int | None
+def _values_from_bottleneck(cost: NDArray[np.int64]) -> list[int]:
+    """Return the thresholds that matter, ascending: none below what every partition reaches.
+
+    Args:
+        cost: [stage, start, end], UNREACHABLE where a stage may not be.
+
+    Returns:
+        All reachable costs from the least possible maximum over a partition's stages; empty if
+        no partition is reachable.
+    """
+    reach = np.full(cost.shape[1], UNREACHABLE, dtype=np.int64)
+    reach[0] = 0
+    for stage in cost:
+        reach = np.maximum(reach[:, None], stage).min(axis=0)
+    kept = cost[(cost >= reach[-1]) & (cost < UNREACHABLE)]
+    values: list[int] = np.unique(kept).tolist()
+    return values
+
+
+def _best_threshold(
+    values: Sequence[int], weight: int, solve: Callable[[int], Partition]
 ) -> Partition | None:
-    """Return the best partition without `once` that is below the limit, or None."""
-    free = _shortest(time)
-    if free is None:
-        return None
-    least = _bottleneck(time)
-    tight = _shortest(np.where(time <= least, time, UNREACHABLE))
-    assert tight is not None, "the bottleneck is reachable by definition"
+    """Return the partition of least weight * threshold + solve(threshold).objective.
+
+    Args:
+        values: thresholds in ascending order.
+        weight: at least 0.
+        solve: its objective never grows with the threshold.
+    """
     best: Partition | None = None
-    best_objective = UNREACHABLE if limit is None else limit
-    if tight.objective + weight * least < best_objective:
-        best_objective = tight.objective + weight * least
-        best = Partition(objective=best_objective, ends=tight.ends)
-    values = np.unique(time[(time >= least) & (time < UNREACHABLE)])
-    # Each entry: thresholds values[low] < threshold <= values[high], and F at both.
-    open_ranges = [(0, len(values) - 1, tight.objective, free.objective)]
+
+    def price(index: int) -> int:
+        nonlocal best
+        found = solve(values[index])
+        total = weight * values[index] + found.objective
+        if best is None or total < best.objective:
+            best = Partition(objective=total, ends=found.ends)
+        return found.objective
+
+    if not values:
+        return None
+    last = len(values) - 1
+    open_ranges = [(0, last, price(0), price(last))]
     while open_ranges:
-        low, high, sum_low, sum_high = open_ranges.pop()
-        if low >= high or sum_low == sum_high:
+        low, high, rest_low, rest_high = open_ranges.pop()
+        assert best is not None
+        if high - low <= 1 or rest_low == rest_high:
             continue
-        if weight * int(values[low + 1]) + sum_high >= best_objective:
+        if weight * values[low + 1] + rest_high >= best.objective:
             continue
-        middle = (low + high + 1) // 2
-        found = _shortest(np.where(time <= values[middle], time, UNREACHABLE))
-        assert found is not None, "a greater threshold keeps every partition"
-        if found.objective + weight * int(values[middle]) < best_objective:
-            best_objective = found.objective + weight * int(values[middle])
-            best = Partition(objective=best_objective, ends=found.ends)
-        if middle < high:
-            open_ranges.append((middle, high, found.objective, sum_high))
-        open_ranges.append((low, middle - 1, sum_low, found.objective))
+        middle = (low + high) // 2
+        rest_middle = price(middle)
+        open_ranges.append((middle, high, rest_middle, rest_high))
+        open_ranges.append((low, middle, rest_low, rest_middle))
     return best
 
 
-def _shortest(time: NDArray[np.int64]) -> Partition | None:
-    """Return the partition of least sum of times, or None."""
+def _shortest(time: NDArray[np.int64]) -> Partition:
+    """Return the partition of least sum of times of a reachable chain."""
     num_stages, size = time.shape[0], time.shape[1]
     reach = np.full(size, UNREACHABLE, dtype=np.int64)
     reach[0] = 0
@@ -110,18 +134,8 @@ def _shortest(time: NDArray[np.int64]) -> Partition | None:
         origin = total.argmin(axis=0)
         reach = np.minimum(total[origin, np.arange(size)], UNREACHABLE)
         origins.append(origin)
-    if reach[-1] >= UNREACHABLE:
-        return None
+    assert reach[-1] < UNREACHABLE, "no partition is reachable"
     ends = [size - 1]
     for origin in reversed(origins[1:]):
         ends.append(int(origin[ends[-1]]))
     return Partition(objective=int(reach[-1]), ends=tuple(reversed(ends)))
-
-
-def _bottleneck(time: NDArray[np.int64]) -> int:
-    """Return the least possible time of the slowest stage."""
-    reach = np.full(time.shape[1], UNREACHABLE, dtype=np.int64)
-    reach[0] = 0
-    for stage in time:
-        reach = np.maximum(reach[:, None], stage).min(axis=0)
-    return int(reach[-1])

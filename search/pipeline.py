@@ -345,9 +345,7 @@ def _finish(
     return replace(
         solution,
         status=status,
-        options=tuple(
-            left[index] for left, index in zip(by_block, solution.options, strict=True)
-        ),
+        options=tuple(left[index] for left, index in zip(by_block, solution.options, strict=True)),
         bound=max(search.bound, solution.bound),
     )
 

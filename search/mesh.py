@@ -1,0 +1,375 @@
+"""Level 3: the best setting of the mesh, by best-first branch and bound over candidates.
+
+A candidate is anything with a cheap lower bound of its objective and a way to solve it. The search
+takes the candidate of the least bound, first refines its bound if it can, then solves it with the
+best objective so far as a cutoff. It ends when no open bound is below that objective:
+
+    minimise   over candidates c    objective(c)            ties: the smaller key
+    bound      min(objective of the best, least bound of a candidate that is not settled)
+
+A candidate with a smaller key than the best one's still gets the chance to tie, so its cutoff is
+one tick above. Every candidate ends with an outcome that says why it is not the answer.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time as clock
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from autoplan.search.problem import PipelineSolution, Status
+
+__all__ = [
+    "Candidate",
+    "MeshResult",
+    "Outcome",
+    "OutcomeKind",
+    "Progress",
+    "Refinement",
+    "search_settings",
+]
+
+OutcomeKind = Literal["best", "slower", "cut", "infeasible", "unexplored"]
+
+_Key = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refinement:
+    """A tighter look at a candidate: a lower bound in ticks, or why it cannot be."""
+
+    bound: int = 0
+    infeasible: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One setting of the mesh.
+
+    Attributes:
+        name: for reports.
+        key: order of simplicity, unique; of equally fast settings the smaller key wins.
+        lower_bound: ticks; no solution of the candidate is below it.
+        solve: `(cutoff, time_limit_s)` -> solution, with the statuses of `solve_pipeline`.
+        refine: gives a tighter bound or a reason why the setting cannot be; called at most once.
+        infeasible: reason why the setting cannot be, if that is known from the start.
+        reason_without: what to say where `solve` finds no solution at all.
+    """
+
+    name: str
+    key: _Key
+    lower_bound: int
+    solve: Callable[[int | None, float], PipelineSolution]
+    refine: Callable[[], Refinement] | None = None
+    infeasible: str | None = None
+    reason_without: str = "no cut and choice of options fits the memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Why a candidate is or is not the answer.
+
+    Attributes:
+        kind: "best"; "slower": solved, `objective` is known; "cut": proven to be no better than the
+            best, `bound` says how far; "infeasible": `reason` says why; "unexplored": the search
+            ended first, the candidate may hold a solution anywhere from `bound` up.
+        objective: ticks of the candidate's own solution; None without one.
+        bound: ticks; proven for this candidate.
+        solution: the candidate's own solution; None without one.
+        wall_time_s: seconds spent in `refine` and `solve`.
+    """
+
+    name: str
+    key: _Key
+    kind: OutcomeKind
+    objective: int | None
+    bound: int
+    reason: str
+    solution: PipelineSolution | None
+    wall_time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where the search stands: candidates settled and open, best objective, proven bound."""
+
+    num_settled: int
+    num_open: int
+    best_name: str | None
+    objective: int | None
+    bound: int
+    wall_time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshResult:
+    """The answer of the search.
+
+    Attributes:
+        status: "optimal": proven; "feasible": ended early with a solution; "infeasible": no
+            candidate has a solution; "unknown": ended early without a solution.
+        best_name: of the winning candidate; None without a solution.
+        solution: of the winning candidate; None without a solution.
+        objective: ticks; None without a solution.
+        bound: ticks; no candidate has a solution below it.
+        outcomes: one per candidate, in the order given.
+        is_interrupted: Ctrl-C or `should_stop` ended the search.
+        num_refined: calls of `refine`.
+        num_solved: calls of `solve`.
+        wall_time_s: seconds of the whole search.
+    """
+
+    status: Status
+    best_name: str | None
+    solution: PipelineSolution | None
+    objective: int | None
+    bound: int
+    outcomes: tuple[Outcome, ...]
+    is_interrupted: bool
+    num_refined: int
+    num_solved: int
+    wall_time_s: float
+
+    @property
+    def gap(self) -> float | None:
+        """Return (objective - bound) / objective, 0.0 if proven, None without a solution."""
+        if self.objective is None:
+            return None
+        return (self.objective - self.bound) / self.objective if self.objective else 0.0
+
+    def count(self, kind: OutcomeKind) -> int:
+        """Return the number of candidates with this kind of outcome."""
+        return sum(outcome.kind == kind for outcome in self.outcomes)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Entry:
+    """What is known of one candidate; `is_settled` once nothing more is to be learned."""
+
+    candidate: Candidate
+    bound: int
+    slice_s: float
+    is_refined: bool = False
+    is_settled: bool = False
+    infeasible: str | None = None
+    solution: PipelineSolution | None = None
+    wall_time_s: float = 0.0
+
+
+class _MeshSearch:
+    """The state of one search."""
+
+    def __init__(self, candidates: Sequence[Candidate], time_limit_s: float, slice_s: float):
+        self.started = clock.monotonic()
+        self.deadline = self.started + time_limit_s
+        self.entries = [
+            _Entry(
+                candidate=candidate,
+                bound=candidate.lower_bound,
+                slice_s=slice_s,
+                is_settled=candidate.infeasible is not None,
+                infeasible=candidate.infeasible,
+            )
+            for candidate in candidates
+        ]
+        self.best: _Entry | None = None
+        self.num_refined = 0
+        self.num_solved = 0
+        self.queue: list[tuple[int, _Key, int]] = []
+        for index, entry in enumerate(self.entries):
+            if not entry.is_settled:
+                self.push(index)
+
+    def push(self, index: int) -> None:
+        """Put a candidate in line by its bound, then by its key."""
+        entry = self.entries[index]
+        heapq.heappush(self.queue, (entry.bound, entry.candidate.key, index))
+
+    @property
+    def objective(self) -> int | None:
+        """Return the best objective so far."""
+        if self.best is None or self.best.solution is None:
+            return None
+        return self.best.solution.objective
+
+    def cutoff_of(self, entry: _Entry) -> int | None:
+        """Return the objective that a candidate must stay below to become the best."""
+        if self.best is None or self.objective is None:
+            return None
+        return self.objective + (entry.candidate.key < self.best.candidate.key)
+
+    def bound(self) -> int:
+        """Return the proven bound of the whole search."""
+        bounds = [entry.bound for entry in self.entries if not entry.is_settled]
+        if self.objective is not None:
+            bounds.append(self.objective)
+        return min(bounds, default=0)
+
+    def step(self) -> None:
+        """Refine, solve or settle the candidate of the least bound."""
+        _, _, index = heapq.heappop(self.queue)
+        entry = self.entries[index]
+        cutoff = self.cutoff_of(entry)
+        if cutoff is not None and entry.bound >= cutoff:
+            entry.is_settled = True
+            return
+        started = clock.monotonic()
+        try:
+            if entry.candidate.refine is not None and not entry.is_refined:
+                self.refine(entry)
+            else:
+                self.solve(entry, cutoff)
+        finally:
+            entry.wall_time_s += clock.monotonic() - started
+            if not entry.is_settled:
+                self.push(index)
+
+    def refine(self, entry: _Entry) -> None:
+        """Tighten the bound of a candidate, or learn that it cannot be."""
+        assert entry.candidate.refine is not None
+        self.num_refined += 1
+        refinement = entry.candidate.refine()
+        entry.is_refined = True
+        entry.bound = max(entry.bound, refinement.bound)
+        if refinement.infeasible is not None:
+            entry.infeasible = refinement.infeasible
+            entry.is_settled = True
+
+    def solve(self, entry: _Entry, cutoff: int | None) -> None:
+        """Solve a candidate for its share of the time, and keep it if it is the best."""
+        self.num_solved += 1
+        left_s = max(self.deadline - clock.monotonic(), 0.0)
+        solution = entry.candidate.solve(cutoff, min(entry.slice_s, left_s))
+        entry.slice_s *= 2
+        if solution.status == "infeasible":
+            entry.is_settled = True
+            if cutoff is None:
+                entry.infeasible = entry.candidate.reason_without
+            else:
+                entry.bound = max(entry.bound, cutoff)
+            return
+        entry.bound = max(entry.bound, solution.bound)
+        if solution.status == "unknown":
+            return
+        if entry.solution is None or solution.objective < entry.solution.objective:
+            entry.solution = solution
+        if cutoff is None or solution.objective < cutoff:
+            self.best = entry
+        entry.is_settled = solution.status == "optimal"
+
+    def progress(self) -> Progress:
+        """Return where the search stands."""
+        num_settled = sum(entry.is_settled for entry in self.entries)
+        return Progress(
+            num_settled=num_settled,
+            num_open=len(self.entries) - num_settled,
+            best_name=None if self.best is None else self.best.candidate.name,
+            objective=self.objective,
+            bound=self.bound(),
+            wall_time_s=clock.monotonic() - self.started,
+        )
+
+    def result(self, is_interrupted: bool) -> MeshResult:
+        """Return the answer as far as it is known."""
+        for entry in self.entries:
+            cutoff = self.cutoff_of(entry)
+            if cutoff is not None and entry.bound >= cutoff:
+                entry.is_settled = True
+        is_proven = all(entry.is_settled or entry is self.best for entry in self.entries)
+        if self.best is None:
+            status: Status = "infeasible" if is_proven else "unknown"
+        else:
+            status = "optimal" if self.bound() == self.objective else "feasible"
+        return MeshResult(
+            status=status,
+            best_name=None if self.best is None else self.best.candidate.name,
+            solution=None if self.best is None else self.best.solution,
+            objective=self.objective,
+            bound=self.bound(),
+            outcomes=tuple(self.outcome(entry) for entry in self.entries),
+            is_interrupted=is_interrupted,
+            num_refined=self.num_refined,
+            num_solved=self.num_solved,
+            wall_time_s=clock.monotonic() - self.started,
+        )
+
+    def outcome(self, entry: _Entry) -> Outcome:
+        """Return why a candidate is or is not the answer."""
+        kind, reason = self.kind_of(entry)
+        return Outcome(
+            name=entry.candidate.name,
+            key=entry.candidate.key,
+            kind=kind,
+            objective=None if entry.solution is None else entry.solution.objective,
+            bound=entry.bound,
+            reason=reason,
+            solution=entry.solution,
+            wall_time_s=entry.wall_time_s,
+        )
+
+    def kind_of(self, entry: _Entry) -> tuple[OutcomeKind, str]:
+        """Return the kind of a candidate's outcome and the reason in words."""
+        if entry is self.best:
+            return "best", "the fastest setting that was found"
+        if entry.infeasible is not None:
+            return "infeasible", entry.infeasible
+        if not entry.is_settled:
+            return "unexplored", "the search ended before this setting was settled"
+        assert self.objective is not None, "settled without a solution, but not infeasible"
+        if entry.solution is not None:
+            return "slower", _slower_by(entry.solution.objective, self.objective, "it is")
+        return "cut", _slower_by(entry.bound, self.objective, "it is at least")
+
+
+def search_settings(
+    candidates: Sequence[Candidate],
+    *,
+    time_limit_s: float,
+    should_stop: Callable[[], bool] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    first_slice_s: float = 10.0,
+) -> MeshResult:
+    """Return the candidate of least objective, and why every other one is not it.
+
+    Args:
+        candidates: the settings; their keys must differ.
+        time_limit_s: wall-clock seconds; at the limit the best so far is the answer, with its gap.
+        should_stop: asked between solves; True ends the search as the time limit does.
+        progress: told after every step.
+        first_slice_s: seconds that one candidate may take before the others get their turn; it
+            comes back with twice as much.
+
+    Returns:
+        The result; time-out and infeasibility are statuses, not errors.
+
+    Raises:
+        ValueError: if two candidates have the same key.
+        KeyboardInterrupt: on Ctrl-C before any solution was found; after that Ctrl-C ends the
+            search as the time limit does.
+    """
+    if len({candidate.key for candidate in candidates}) != len(candidates):
+        raise ValueError("two candidates have the same key: keys break ties, so make them differ")
+    search = _MeshSearch(candidates, time_limit_s, first_slice_s)
+    is_interrupted = False
+    try:
+        while search.queue and clock.monotonic() < search.deadline:
+            if should_stop is not None and should_stop():
+                is_interrupted = True
+                break
+            search.step()
+            if progress is not None:
+                progress(search.progress())
+    except KeyboardInterrupt:
+        if search.best is None:
+            raise
+        is_interrupted = True
+    return search.result(is_interrupted)
+
+
+def _slower_by(value: int, best: int, subject: str) -> str:
+    """Return in words by how much a candidate is slower."""
+    if value <= best:
+        return f"{subject} as slow as the best, which is simpler"
+    return f"{subject} {100 * (value - best) / max(best, 1):.2f} % slower than the best"
