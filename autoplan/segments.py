@@ -365,6 +365,7 @@ def _metas(
 ) -> dict[str, TensorMeta]:
     metas = dict(zip(flat.inputs, flat.input_metas, strict=True))
     metas |= {op.name: op.meta for op in side if op.meta is not None}
+    metas |= {n: flat.state_metas[n] for op in side for n in op.inputs() if n in flat.state_metas}
     for call in calls:
         graph = graphs[call.graph]
         for out, name in zip(call.outs, graph.outputs, strict=True):

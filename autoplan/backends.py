@@ -1,0 +1,186 @@
+"""What a device runs and keeps where it differs from eager CPU kernels.
+
+Traces are made on fake CPU tensors. On `cuda` three ops run another kernel, which keeps other
+tensors for backward:
+
+    op                            cpu                               cuda (rule below)
+    scaled_dot_product_attention  flash kernel; with dropout the    fused kernel always: keeps query,
+                                  products and softmax one by one   key, value, mask, output, logsumexp
+    dropout                       keeps noise in the input's dtype  keeps a mask of one byte an element
+    rms_norm                      elementwise ops one by one        fused kernel: keeps input, rstd
+
+The rules are custom ops that have shapes and gradients but no implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, cast
+
+import torch
+
+from autoplan.errors import TraceError
+
+__all__ = ["Backend", "replacement", "workspace_bytes"]
+
+Backend = Literal["cpu", "cuda"]
+
+_FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def replacement(target: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
+    """Return the function to run on fake tensors instead of `target` for `backend`."""
+    if backend == "cpu":
+        return target
+    return _CUDA_RULES.get(str(target), target)
+
+
+def workspace_bytes(kernels: list[str], inputs: list[torch.Tensor]) -> int:
+    """Return transient bytes that a kernel takes inside and that no meter sees.
+
+    The flash backward accumulates the query's gradient in float32 and keeps a float32 row sum.
+    Source: FlashAttention-2, `flash_api.cpp`, `dq_accum` and `softmax_d`.
+    """
+    if "autoplan::attention_cuda_backward" not in kernels:
+        return 0
+    query = inputs[0]
+    return 4 * query.numel() + 4 * query.shape[:-1].numel()
+
+
+def _no_kernel(*_: Any) -> Any:
+    raise TraceError("this op exists for tracing only")
+
+
+_attention_op = torch.library.custom_op(
+    "autoplan::attention_cuda",
+    _no_kernel,
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? mask) -> (Tensor, Tensor)",
+)
+_attention_backward_op = torch.library.custom_op(
+    "autoplan::attention_cuda_backward",
+    _no_kernel,
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor? mask, "
+    "Tensor output, Tensor logsumexp) -> (Tensor, Tensor, Tensor)",
+)
+_rms_norm_op = torch.library.custom_op(
+    "autoplan::rms_norm_cuda",
+    _no_kernel,
+    mutates_args=(),
+    schema="(Tensor input, Tensor? weight, int num_dims) -> (Tensor, Tensor)",
+)
+_rms_norm_backward_op = torch.library.custom_op(
+    "autoplan::rms_norm_cuda_backward",
+    _no_kernel,
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor input, Tensor? weight, Tensor rstd) -> (Tensor, Tensor)",
+)
+
+
+@_attention_op.register_fake
+def _attention_fake(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    output = torch.empty_like(query)
+    if value.shape[-1] != query.shape[-1]:
+        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    return output, query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+@_attention_backward_op.register_fake
+def _attention_backward_fake(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _keep_attention(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _attention_gradient(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
+    query, key, value, mask, output, logsumexp = ctx.saved_tensors
+    gradients = torch.ops.autoplan.attention_cuda_backward(
+        gradient, query, key, value, mask, output, logsumexp
+    )
+    mask_gradient = torch.empty_like(mask) if ctx.needs_input_grad[3] else None
+    return (*gradients, mask_gradient)
+
+
+_attention_op.register_autograd(_attention_gradient, setup_context=_keep_attention)
+
+
+@_rms_norm_op.register_fake
+def _rms_norm_fake(
+    input: torch.Tensor, weight: torch.Tensor | None, num_dims: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (*input.shape[: input.dim() - num_dims], *([1] * num_dims))
+    return torch.empty_like(input), input.new_empty(shape, dtype=torch.float32)
+
+
+@_rms_norm_backward_op.register_fake
+def _rms_norm_backward_fake(
+    gradient: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(input), torch.empty_like(weight if weight is not None else rstd)
+
+
+def _keep_rms_norm(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(inputs[0], inputs[1], output[1])
+
+
+def _rms_norm_gradient(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
+    input, weight, rstd = ctx.saved_tensors
+    gradients = torch.ops.autoplan.rms_norm_cuda_backward(gradient, input, weight, rstd)
+    return gradients[0], gradients[1] if weight is not None else None, None
+
+
+_rms_norm_op.register_autograd(_rms_norm_gradient, setup_context=_keep_rms_norm)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor:
+    if query.dim() == 4 and query.dtype in _FUSED_DTYPES:
+        return cast(
+            torch.Tensor, torch.ops.autoplan.attention_cuda(query, key, value, attn_mask)[0]
+        )
+    return torch.ops.aten.scaled_dot_product_attention.default(
+        query, key, value, attn_mask, dropout_p, is_causal, **kwargs
+    )
+
+
+def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    if not train or p == 0:
+        return torch.ops.aten.dropout.default(input, p, train)
+    return torch.ops.aten.native_dropout.default(input, p, train)[0]
+
+
+def _rms_norm(
+    input: torch.Tensor,
+    normalized_shape: list[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    result = torch.ops.autoplan.rms_norm_cuda(input, weight, len(normalized_shape))
+    return cast(torch.Tensor, result[0])
+
+
+_CUDA_RULES: Mapping[str, Callable[..., Any]] = {
+    "aten.scaled_dot_product_attention.default": _attention,
+    "aten.dropout.default": _dropout,
+    "aten.rms_norm.default": _rms_norm,
+}

@@ -1,0 +1,182 @@
+"""The cost of one op, measured alone on fake tensors: forward once, backward once.
+
+Ops with the same operator, constants, shapes, strides and dtypes cost the same; `OpMeter` remembers
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autoplan.backends import Backend, replacement, workspace_bytes
+from autoplan.graph import Gemm, OpKind
+from autoplan.meter import Meter, storage_key, tensors_in
+from autoplan.program import Op
+from autoplan.segments import mutates_input
+
+__all__ = ["OpCost", "OpMeter"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpCost:
+    """What one op costs; the fields mean what they mean in `OpTrace`.
+
+    Attributes:
+        note: why a number is a stated guess, or empty.
+    """
+
+    kind: OpKind
+    gemm: Gemm | None
+    attention: tuple[int, int, int, int, int, int] | None
+    forward_flops: int
+    backward_flops: int
+    forward_bytes: int
+    backward_bytes: int
+    forward_temp_bytes: int
+    backward_temp_bytes: int
+    mark_bytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Backward:
+    flops: int = 0
+    nbytes: int = 0
+    temp_bytes: int = 0
+    note: str = ""
+
+
+class OpMeter:
+    """Measures ops under an active `FakeTensorMode` and remembers what it measured."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._known: dict[Any, OpCost] = {}
+
+    def measure(self, op: Op, args: Any, kwargs: Mapping[str, Any]) -> OpCost:
+        """Return the cost of `op` on fake arguments; they are not written to."""
+        key = (op.target_name, _signature((args, dict(kwargs))))
+        if key not in self._known:
+            self._known[key] = _measure(op, args, kwargs, self._backend)
+        return self._known[key]
+
+
+def _signature(value: Any) -> Any:
+    """Return a hashable value that is equal for arguments with which an op costs the same."""
+    leaves, spec = pytree.tree_flatten(value)
+    seen: dict[int, int] = {}
+    parts: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            place = seen.setdefault(storage_key(leaf), len(seen))
+            layout = (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
+            parts.append((layout, place))
+        else:
+            parts.append((type(leaf).__name__, repr(leaf)))
+    return (str(spec), tuple(parts))
+
+
+def _measure(op: Op, args: Any, kwargs: Mapping[str, Any], backend: Backend) -> OpCost:
+    leaves, (own_args, own_kwargs) = _detached((args, dict(kwargs)), mutates_input(op))
+    inputs = tensors_in((own_args, own_kwargs))
+    function = replacement(op.target, backend)
+    meter = Meter(inputs)
+    with meter:
+        result = function(*own_args, **own_kwargs)
+    backward = _backward(op, inputs, leaves, tensors_in(result), meter.flops, meter.nbytes)
+    kind, gemm = _kind(op, meter)
+    return OpCost(
+        kind=kind,
+        gemm=gemm,
+        attention=_attention(op, inputs) if kind == "attention" else None,
+        forward_flops=meter.flops,
+        backward_flops=backward.flops,
+        forward_bytes=meter.nbytes,
+        backward_bytes=backward.nbytes,
+        forward_temp_bytes=meter.temp_bytes() + workspace_bytes(meter.kernels, inputs),
+        backward_temp_bytes=backward.temp_bytes,
+        mark_bytes=meter.made_bytes,
+        note=backward.note,
+    )
+
+
+def _detached(value: Any, is_mutating: bool) -> tuple[list[torch.Tensor], Any]:
+    """Return the leaves that want a gradient, and `value` rebuilt on them."""
+    wanted: list[torch.Tensor] = []
+    copies: dict[int, torch.Tensor] = {}
+
+    def detach(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in copies:
+            copied = leaf.detach()
+            if leaf.requires_grad:
+                wanted.append(copied.requires_grad_())
+            copies[id(leaf)] = copied.clone() if is_mutating else copied
+        return copies[id(leaf)]
+
+    return wanted, pytree.tree_map(detach, value)
+
+
+def _backward(
+    op: Op,
+    inputs: list[torch.Tensor],
+    leaves: list[torch.Tensor],
+    results: list[torch.Tensor],
+    forward_flops: int,
+    forward_bytes: int,
+) -> _Backward:
+    roots = [result for result in results if result.requires_grad and result.grad_fn is not None]
+    if not leaves or not roots:
+        return _Backward()
+    seeds = [torch.empty_like(root) for root in roots]
+    meter = Meter([*inputs, *leaves, *results, *seeds])
+    try:
+        with meter:
+            gradients = torch.autograd.grad(
+                roots, leaves, seeds, retain_graph=True, allow_unused=True
+            )
+    except Exception as error:
+        note = (
+            f"{op.target_name}: its backward does not run on fake tensors ({error}); "
+            "priced as twice its forward"
+        )
+        return _Backward(flops=2 * forward_flops, nbytes=2 * forward_bytes, note=note)
+    temp_bytes = meter.temp_bytes()
+    del gradients
+    temp_bytes += workspace_bytes(meter.kernels, inputs)
+    return _Backward(flops=meter.flops, nbytes=meter.nbytes, temp_bytes=temp_bytes)
+
+
+_HEAVY_PREFIXES = ("aten::linalg_", "aten::fft_", "aten::_fft", "aten::cholesky", "aten::cdist")
+_RECURRENT = ("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu")
+
+
+def _kind(op: Op, meter: Meter) -> tuple[OpKind, Gemm | None]:
+    """Return which cost law prices the op, and its matrix product."""
+    if not isinstance(op.target, torch._ops.OpOverload):
+        return ("view" if not meter.kernels else "opaque"), None
+    name = op.target._schema.name
+    if name == "aten::scaled_dot_product_attention":
+        return "attention", None
+    if len(meter.gemms) == 1 and meter.num_laws == 1:
+        return "gemm", meter.gemms[0]
+    if not meter.kernels:
+        return "view", None
+    is_known = op.target.namespace in ("aten", "prims", "autoplan")
+    is_heavy = name.startswith(_HEAVY_PREFIXES) or name in _RECURRENT or meter.num_laws > 0
+    return ("memory" if is_known and not is_heavy else "opaque"), None
+
+
+def _attention(op: Op, inputs: list[torch.Tensor]) -> tuple[int, int, int, int, int, int]:
+    """Return (batch, heads, seq_q, seq_k, head_dim, is causal) of an attention op."""
+    query, key = inputs[0], inputs[1]
+    heads = query.shape[1] if query.dim() == 4 else 1
+    batch = query.shape[:-2].numel() // heads
+    is_causal = op.args[5] if len(op.args) > 5 else op.kwargs.get("is_causal", False)
+    return (batch, heads, query.shape[-2], key.shape[-2], query.shape[-1], int(is_causal))

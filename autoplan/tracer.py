@@ -1,0 +1,442 @@
+"""Trace a captured program: run every block class once on fake tensors and write down the numbers.
+
+A block's ops run one by one on fake CPU tensors under `saved_tensors_hooks`, as autograd would see
+them, so what is kept for backward is what autograd keeps, each storage once. The cost of each op is
+measured beside it by `autoplan.opcost`. Nothing is computed and no weight is read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from autoplan.backends import Backend, replacement
+from autoplan.capture import LossFn, capture
+from autoplan.errors import TraceError
+from autoplan.graph import (
+    BlockTrace,
+    CallTrace,
+    OpTrace,
+    ParameterTrace,
+    SavedTensor,
+    ShardOption,
+    Trace,
+    ValueTrace,
+)
+from autoplan.meter import storage_bytes, storage_key, tensors_in
+from autoplan.opcost import OpCost, OpMeter
+from autoplan.program import BlockGraph, Call, Op, Program, TensorMeta, map_refs
+from autoplan.segments import is_random, mutates_input
+
+__all__ = ["trace", "trace_program"]
+
+
+def trace(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None = None,
+    *,
+    microbatch_size: int | None = None,
+    backend: Backend = "cpu",
+) -> Trace:
+    """Return the trace of `model` and its loss for one micro-batch; the model is left as it is.
+
+    Args:
+        model: any module, on any device, `meta` too.
+        batch: example input; see `capture` for the forms.
+        loss_fn: as for `capture`.
+        microbatch_size: rows to trace; None takes the batch as it is.
+        backend: device whose kept tensors are wanted; see `autoplan.backends`.
+
+    Raises:
+        TraceError: the model cannot be captured; names the module, the line and the reason.
+    """
+    program = capture(model, batch, loss_fn, microbatch_size=microbatch_size)
+    return trace_program(program, backend=backend, model_name=type(model).__name__)
+
+
+def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str) -> Trace:
+    """Return the trace of a captured program.
+
+    Args:
+        program: what `capture` returned.
+        backend: device whose kept tensors are wanted; see `autoplan.backends`.
+        model_name: for people.
+
+    Raises:
+        TraceError: an op cannot run on fake tensors; names the op, its module and line.
+    """
+    if backend not in ("cpu", "cuda"):
+        raise ValueError(f"backend is {backend!r}: it must be 'cpu' or 'cuda'")
+    made_by_calls = {out for call in program.calls for out in call.outs}
+    meter = OpMeter(backend)
+    runs: dict[int, _BlockRun] = {}
+    with FakeTensorMode(), torch.enable_grad():
+        values = _side_values(program)
+        for call in program.calls:
+            if call.graph not in runs:
+                graph = program.graphs[call.graph]
+                inputs = [values[name] for name in call.args]
+                runs[call.graph] = _run_block(graph, inputs, backend, meter, call.fqn)
+            values.update(zip(call.outs, runs[call.graph].outputs, strict=True))
+        blocks = tuple(
+            _block_trace(program, index, runs[index], made_by_calls)
+            for index in range(len(program.graphs))
+        )
+        sizes = {name: _nbytes(value) for name, value in values.items()}
+    num_parameters, num_trained = _count_parameters(program)
+    return Trace(
+        model=model_name,
+        microbatch_size=program.microbatch_size,
+        inputs=tuple(
+            _value_trace(name, meta, is_activation=False)
+            for name, meta in zip(program.inputs, program.input_metas, strict=True)
+        ),
+        blocks=blocks,
+        calls=tuple(
+            CallTrace(block=c.graph, fqn=c.fqn, args=c.args, outs=c.outs, states=c.states)
+            for c in program.calls
+        ),
+        side=tuple((op.name, sizes[op.name]) for op in program.side_ops),
+        shared=_shared(program.aliases),
+        crossing_bytes=_crossing_bytes(program.calls, sizes),
+        num_parameters=num_parameters,
+        num_trained=num_trained,
+        backend=backend,
+        notes=_notes(program, runs.values(), blocks),
+        fingerprint=program.fingerprint,
+        versions=_versions(),
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _BlockRun:
+    """What running a block on fake tensors gave.
+
+    Attributes:
+        values: fake tensor (or tuple of them) by value name.
+        owners: value name by storage key: the first value that had the storage.
+        saved: storage keys and bytes that autograd kept, by op name.
+        costs: by op name.
+        alive: tensors held so that no storage key is used twice.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    owners: dict[int, str] = field(default_factory=dict)
+    saved: dict[str, dict[int, int]] = field(default_factory=dict)
+    costs: dict[str, OpCost] = field(default_factory=dict)
+    alive: list[torch.Tensor] = field(default_factory=list)
+    outputs: tuple[Any, ...] = ()
+
+
+def _fake(meta: TensorMeta) -> torch.Tensor:
+    tensor = torch.empty(meta.shape, dtype=meta.dtype, device="cpu")
+    return tensor.requires_grad_() if meta.requires_grad else tensor
+
+
+def _on_cpu(value: Any) -> Any:
+    """Return an op's constant arguments with the meta device replaced."""
+    return pytree.tree_map(
+        lambda leaf: torch.device("cpu") if isinstance(leaf, torch.device) else leaf, value
+    )
+
+
+def _side_values(program: Program) -> dict[str, Any]:
+    """Return fake tensors for the batch inputs, constants and side values of a program."""
+    values: dict[str, Any] = {}
+    for name, meta in zip(program.inputs, program.input_metas, strict=True):
+        values[name] = _fake(meta)
+    for name, tensor in program.constants.items():
+        values[name] = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
+    for name in program.side_states:
+        values[name] = _fake(program.metas[name])
+    for op in program.side_ops:
+        values[op.name] = _execute(op, values, op.target, "")
+    return values
+
+
+def _arguments(op: Op, values: Mapping[str, Any]) -> tuple[Any, Any]:
+    return _on_cpu(map_refs((op.args, dict(op.kwargs)), values.__getitem__))  # type: ignore[no-any-return]
+
+
+def _execute(op: Op, values: Mapping[str, Any], function: Any, block_fqn: str) -> Any:
+    args, kwargs = _arguments(op, values)
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        where = ".".join(part for part in (block_fqn, op.fqn) if part) or "the model"
+        raise TraceError(
+            f"{where} ({op.line or 'line unknown'}): {op.target_name} cannot run on fake "
+            f"tensors: {error}"
+        ) from error
+
+
+def _run_block(
+    graph: BlockGraph, inputs: Sequence[Any], backend: Backend, meter: OpMeter, block_fqn: str
+) -> _BlockRun:
+    """Run a block's ops one by one and record what autograd keeps and what each op costs."""
+    run = _BlockRun()
+    excluded: set[int] = set()
+    for state in graph.states:
+        run.values[state.name] = _fake(state.meta)
+        excluded.add(storage_key(run.values[state.name]))
+    writes = any(mutates_input(op) for op in graph.ops)
+    for name, meta, value in zip(graph.inputs, graph.input_metas, inputs, strict=True):
+        run.values[name] = _as_input(value, meta, writes)
+        _own(run, name)
+    for op in graph.ops:
+        kept: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            run.alive.append(tensor)
+            if storage_key(tensor) not in excluded:
+                kept.setdefault(storage_key(tensor), storage_bytes(tensor))
+            return tensor
+
+        run.costs[op.name] = _measure(op, run.values, meter, block_fqn)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            function = replacement(op.target, backend)
+            run.values[op.name] = _execute(op, run.values, function, block_fqn)
+        run.saved[op.name] = kept
+        _own(run, op.name)
+    run.outputs = tuple(run.values[name] for name in graph.outputs)
+    return run
+
+
+def _measure(op: Op, values: Mapping[str, Any], meter: OpMeter, block_fqn: str) -> OpCost:
+    def measure(*args: Any, **kwargs: Any) -> OpCost:
+        return meter.measure(op, args, kwargs)
+
+    return _execute(op, values, measure, block_fqn)  # type: ignore[no-any-return]
+
+
+def _as_input(value: Any, meta: TensorMeta | None, writes: bool) -> Any:
+    """Return a fresh leaf like `value` in the same storage; a copy where the block writes."""
+
+    def leaf(tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        wants_grad = tensor.requires_grad if meta is None else meta.requires_grad
+        fresh = tensor.detach().requires_grad_(wants_grad)
+        return fresh.clone() if writes and wants_grad else fresh
+
+    return pytree.tree_map(leaf, value)
+
+
+def _own(run: _BlockRun, name: str) -> None:
+    """Record `name` as owner of the storage of its value, unless another value has it."""
+    value = run.values[name]
+    run.alive.extend(tensors_in(value))
+    if isinstance(value, torch.Tensor):
+        run.owners.setdefault(storage_key(value), name)
+
+
+def _nbytes(value: Any) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors_in(value))
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _value_trace(name: str, meta: TensorMeta | None, *, is_activation: bool) -> ValueTrace:
+    meta = meta or TensorMeta((), torch.float32)
+    return ValueTrace(
+        name=name,
+        shape=meta.shape,
+        dtype=_dtype_name(meta.dtype),
+        nbytes=meta.nbytes,
+        is_activation=is_activation,
+        needs_grad=is_activation and meta.requires_grad,
+    )
+
+
+def _block_trace(
+    program: Program, index: int, run: _BlockRun, made_by_calls: set[str]
+) -> BlockTrace:
+    graph = program.graphs[index]
+    call = next(call for call in program.calls if call.graph == index)
+    return BlockTrace(
+        name=graph.name,
+        is_glue=graph.is_glue,
+        fingerprint=graph.fingerprint,
+        inputs=tuple(
+            _value_trace(name, meta, is_activation=arg in made_by_calls)
+            for name, meta, arg in zip(graph.inputs, graph.input_metas, call.args, strict=True)
+        ),
+        states=tuple(
+            ParameterTrace(
+                name=state.name,
+                fqn=state.fqn,
+                is_absolute=state.is_absolute,
+                shape=state.meta.shape,
+                dtype=_dtype_name(state.meta.dtype),
+                nbytes=state.meta.nbytes,
+                is_parameter=state.is_parameter,
+                is_trained=state.is_parameter and state.meta.requires_grad,
+            )
+            for state in graph.states
+        ),
+        ops=_op_traces(graph, run),
+        outputs=graph.outputs,
+    )
+
+
+def _op_traces(graph: BlockGraph, run: _BlockRun) -> tuple[OpTrace, ...]:
+    written = _written_storages(graph, run)
+    accumulated = _accumulated_bytes(graph, run)
+    options = _options(graph)
+    return tuple(
+        _op_trace(op, run, written, accumulated.get(op.name, 0), options[op.name])
+        for op in graph.ops
+    )
+
+
+def _op_trace(
+    op: Op,
+    run: _BlockRun,
+    written: set[int],
+    accumulated_bytes: int,
+    options: tuple[ShardOption, ...],
+) -> OpTrace:
+    value, cost = run.values[op.name], run.costs[op.name]
+    tensors = tensors_in(value)
+    is_tensor = isinstance(value, torch.Tensor)
+    storage = run.owners.get(storage_key(value), op.name) if is_tensor else op.name
+    own_bytes = storage_bytes(value) if is_tensor and storage == op.name else 0
+    mutates = mutates_input(op)
+    is_float = bool(tensors) and tensors[0].dtype.is_floating_point
+    is_written = any(storage_key(tensor) in written for tensor in tensors)
+    is_plain = cost.kind != "view" and not mutates and not is_random(op) and not is_written
+    return OpTrace(
+        name=op.name,
+        target=op.target_name,
+        fqn=op.fqn,
+        kind=cost.kind,
+        inputs=op.inputs(),
+        shape=tuple(value.shape) if is_tensor else (),
+        dtype=_dtype_name(value.dtype) if is_tensor else "",
+        nbytes=own_bytes,
+        storage=storage,
+        gemm=cost.gemm,
+        attention=cost.attention,
+        forward_flops=cost.forward_flops,
+        backward_flops=cost.backward_flops,
+        forward_bytes=cost.forward_bytes,
+        backward_bytes=cost.backward_bytes + accumulated_bytes,
+        saved=tuple(
+            SavedTensor(value=run.owners.get(key, ""), nbytes=nbytes)
+            for key, nbytes in run.saved[op.name].items()
+        ),
+        mark_bytes=cost.mark_bytes,
+        may_mark=is_plain and is_float and cost.mark_bytes > 0,
+        is_random=is_random(op),
+        mutates=mutates,
+        needs_grad=any(tensor.requires_grad for tensor in tensors),
+        forward_temp_bytes=cost.forward_temp_bytes,
+        backward_temp_bytes=cost.backward_temp_bytes,
+        options=options,
+    )
+
+
+def _written_storages(graph: BlockGraph, run: _BlockRun) -> set[int]:
+    """Return the storages that some op of the block writes to in place."""
+    written: set[int] = set()
+    for op in graph.ops:
+        if mutates_input(op) and op.inputs():
+            written |= {storage_key(t) for t in tensors_in(run.values[op.inputs()[0]])}
+    return written
+
+
+def _accumulated_bytes(graph: BlockGraph, run: _BlockRun) -> dict[str, int]:
+    """Return the bytes that backward moves to add up gradients, by op.
+
+    A value read by n ops that need its gradient gets n addends, so n - 1 sums of it run: two reads
+    and one write each. All readers but the last one carry one.
+    """
+    bytes_by_op: dict[str, int] = {}
+    seen: set[str] = set()
+    for op in reversed(graph.ops):
+        if not any(tensor.requires_grad for tensor in tensors_in(run.values[op.name])):
+            continue
+        for name in op.inputs():
+            value = run.values[name]
+            if not isinstance(value, torch.Tensor) or not value.requires_grad:
+                continue
+            if name in seen:
+                moved = 3 * value.numel() * value.itemsize
+                bytes_by_op[op.name] = bytes_by_op.get(op.name, 0) + moved
+            seen.add(name)
+    return bytes_by_op
+
+
+def _options(graph: BlockGraph) -> dict[str, tuple[ShardOption, ...]]:
+    """Return the ways to run each op under tensor parallelism; the first is `whole`."""
+    return {
+        op.name: (
+            ShardOption(
+                axis="whole", size=1, inputs=("R",) * len(op.inputs()), output="R", is_split=False
+            ),
+        )
+        for op in graph.ops
+    }
+
+
+def _crossing_bytes(calls: Sequence[Call], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the bytes of call results that are read beyond each position between two calls."""
+    last_read: dict[str, int] = {}
+    for index, call in enumerate(calls):
+        last_read.update(dict.fromkeys(call.args, index))
+    crossing = [0] * max(len(calls) - 1, 0)
+    for index, call in enumerate(calls):
+        for out in call.outs:
+            for position in range(index, last_read.get(out, index)):
+                crossing[position] += sizes[out]
+    return tuple(crossing)
+
+
+def _shared(aliases: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
+    groups: dict[str, list[str]] = {}
+    for fqn, first in aliases.items():
+        groups.setdefault(first, []).append(fqn)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+def _count_parameters(program: Program) -> tuple[int, int]:
+    """Return (elements, trained elements) of the parameters read, shared ones once."""
+    metas: dict[str, TensorMeta] = {}
+    for call in program.calls:
+        for state, fqn in zip(program.graphs[call.graph].states, call.states, strict=True):
+            if state.is_parameter:
+                metas[program.aliases.get(fqn, fqn)] = state.meta
+    numels = [(torch.Size(meta.shape).numel(), meta.requires_grad) for meta in metas.values()]
+    return sum(n for n, _ in numels), sum(n for n, trained in numels if trained)
+
+
+def _notes(
+    program: Program, runs: Iterable[_BlockRun], blocks: Sequence[BlockTrace]
+) -> tuple[str, ...]:
+    notes = [cost.note for run in runs for cost in run.costs.values() if cost.note]
+    opaque = sorted({op.target for block in blocks for op in block.ops if op.kind == "opaque"})
+    notes += [f"{target}: no law for its FLOPs; priced by the bytes it moves" for target in opaque]
+    read = {program.aliases.get(fqn, fqn) for call in program.calls for fqn in call.states}
+    unread = sorted(set(program.aliases.values()) - read)
+    if unread:
+        shown = ", ".join(unread[:3]) + (" ..." if len(unread) > 3 else "")
+        notes.append(f"{len(unread)} parameters are not used by the loss: {shown}")
+    return tuple(dict.fromkeys(notes))
+
+
+def _versions() -> dict[str, str]:
+    versions = {"torch": torch.__version__}
+    transformers = sys.modules.get("transformers")
+    if transformers is not None:
+        versions["transformers"] = transformers.__version__
+    return versions
