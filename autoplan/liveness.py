@@ -62,8 +62,17 @@ class _Heap:
         self.peak = max(self.peak, self.total + nbytes)
 
 
-def block_memory(local: LocalBlock, recompute: Recompute) -> BlockMemory:
-    """Return the bytes of one micro-batch of a block under a recompute decision."""
+def block_memory(
+    local: LocalBlock, recompute: Recompute, *, accumulating: bool = False
+) -> BlockMemory:
+    """Return the bytes of one micro-batch of a block under a recompute decision.
+
+    Args:
+        local: the block as one rank runs it.
+        recompute: what is kept.
+        accumulating: parameter gradients are added to ones that exist and freed at once; otherwise
+            they stay until the block's backward ends.
+    """
     heap = _Heap()
     saved = _all_saved(local)
     region = recompute.mode != "none"
@@ -78,7 +87,9 @@ def block_memory(local: LocalBlock, recompute: Recompute) -> BlockMemory:
     kept_total = sum(kept.values()) + sum(inputs[n] for n in held_inputs)
     side = tuple(n for n in local.side_inputs if region or n in saved)
     output_bytes = sum(local.value_bytes.get(n, 0) for n in outputs if n not in inputs)
-    backward_peak, grads = _backward(local, kept, {n: inputs[n] for n in held_inputs}, region)
+    backward_peak, grads = _backward(
+        local, kept, {n: inputs[n] for n in held_inputs}, region, accumulating
+    )
     return BlockMemory(
         kept=kept_total,
         side=side,
@@ -172,7 +183,11 @@ def _run_forward(
 
 
 def _backward(
-    local: LocalBlock, kept: Mapping[str, int], inputs: Mapping[str, int], region: bool
+    local: LocalBlock,
+    kept: Mapping[str, int],
+    inputs: Mapping[str, int],
+    region: bool,
+    accumulating: bool,
 ) -> tuple[int, int]:
     """Return the peak of backward and the bytes of parameter gradients it makes."""
     heap = _Heap()
@@ -203,9 +218,15 @@ def _backward(
             else:
                 heap.add(f"grad:{owner}", nbytes)
         for name, nbytes in op.parameter_grads:
-            made += nbytes if f"pgrad:{name}" not in heap.live else 0
-            heap.add(f"pgrad:{name}", nbytes)
+            if f"pgrad:{name}" not in heap.live:
+                made += nbytes
+                heap.add(f"pgrad:{name}", nbytes)
+            else:
+                heap.transient(nbytes)
         heap.transient(op.backward_temp_bytes)
+        if accumulating:
+            for name, _ in op.parameter_grads:
+                heap.drop(f"pgrad:{name}")
         if not is_view and op.storage == op.name:
             heap.drop(f"grad:{op.name}")
         heap.drop(f"{op.name}:internal")

@@ -1,0 +1,429 @@
+"""Price a way to run a block, a stage or a whole plan: seconds by category and bytes by category.
+
+One `Pricer` serves one trace (one micro-batch size) on one cluster. It caches what depends on the
+block class, the tensor-parallel degree and the decision only, and adds what the setting costs:
+ZeRO gathers and reductions, the optimizer step, pipeline transfers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from autoplan.cluster import Cluster
+from autoplan.frontiers import Decision, block_decisions
+from autoplan.graph import Trace
+from autoplan.liveness import BlockMemory, block_memory, redone_ops
+from autoplan.local import LocalBlock, localize
+from autoplan.memory import (
+    GroupBytes,
+    StageBlock,
+    StageMemory,
+    stage_memory,
+    static_bytes,
+    uses_fsdp,
+)
+from autoplan.search.problem import BlockOption
+from autoplan.settings import Setting, Workload, shared_states
+from autoplan.times import Tally, Timer, overlaps_communication
+
+__all__ = ["BlockPrice", "PlanPrice", "Pricer"]
+
+TICK_S = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BlockBase:
+    """What a decision costs by itself at a tensor-parallel degree."""
+
+    local: LocalBlock
+    memory: BlockMemory
+    accumulating: BlockMemory
+    compute_forward_s: float
+    compute_backward_s: float
+    comm_forward_s: float
+    comm_backward_s: float
+    redo_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPrice:
+    """Seconds of one micro-batch of a block, and of once a step, by category.
+
+    Attributes:
+        forward_s, backward_s: of one micro-batch, everything included.
+        once_s: of once a step: the optimizer, and reductions that happen once.
+        by_category: of a micro-batch: compute, recompute, tensor_parallel, zero.
+        once_by_category: of a step: zero, optimizer.
+    """
+
+    forward_s: float
+    backward_s: float
+    once_s: float
+    by_category: dict[str, float]
+    once_by_category: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanPrice:
+    """A fully decided plan: its step time and each stage's memory."""
+
+    step_time_s: float
+    stage_time_s: tuple[float, ...]
+    time_by_category: dict[str, float]
+    memory: tuple[StageMemory, ...]
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """Return the largest peak over stages."""
+        return max(stage.peak for stage in self.memory)
+
+
+@dataclass(slots=True)
+class Pricer:
+    """Prices blocks, stages and plans of one trace on one cluster."""
+
+    trace: Trace
+    cluster: Cluster
+    workload: Workload
+    recompute: str | None = None
+    tally: Tally = field(default_factory=Tally)
+    _decisions: dict[tuple[int, int], tuple[Decision, ...]] = field(default_factory=dict)
+    _bases: dict[tuple[int, int, object], _BlockBase] = field(default_factory=dict)
+    _timers: dict[int, Timer] = field(default_factory=dict)
+    _shared: dict[int, frozenset[str]] | None = None
+
+    def decisions(self, block: int, tp: int) -> tuple[Decision, ...]:
+        """Return the frontier of a block class at a tensor-parallel degree, fastest first."""
+        key = (block, tp)
+        if key not in self._decisions:
+            self._decisions[key] = block_decisions(
+                self.trace.blocks[block],
+                self.timer(tp),
+                whole=self.whole_states(block),
+                recompute=self.recompute,
+            )
+        return self._decisions[key]
+
+    def whole_states(self, block: int) -> frozenset[str]:
+        """Return the states of a block class that several calls share."""
+        if self._shared is None:
+            self._shared = shared_states(self.trace)
+        return self._shared.get(block, frozenset())
+
+    def timer(self, tp: int) -> Timer:
+        """Return the timer of a tensor-parallel degree."""
+        if tp not in self._timers:
+            self._timers[tp] = Timer(self.cluster, tp, self.tally)
+        return self._timers[tp]
+
+    def base(self, block: int, decision: Decision, tp: int) -> _BlockBase:
+        """Return what a decision costs by itself."""
+        key = (block, tp, decision.key)
+        if key not in self._bases:
+            self._bases[key] = self._make_base(block, decision, tp)
+        return self._bases[key]
+
+    def _make_base(self, block: int, decision: Decision, tp: int) -> _BlockBase:
+        local = localize(self.trace.blocks[block], decision.axes, tp, self.whole_states(block))
+        timer = self.timer(tp)
+        times = {op.name: timer.op_time(op) for op in local.ops}
+        redone = [times[op.name] for op in redone_ops(local, decision.recompute)]
+        return _BlockBase(
+            local=local,
+            memory=block_memory(local, decision.recompute),
+            accumulating=block_memory(local, decision.recompute, accumulating=True),
+            compute_forward_s=sum(t.forward_s for t in times.values()),
+            compute_backward_s=sum(t.backward_s for t in times.values()),
+            comm_forward_s=sum(t.forward_comm_s for t in times.values()),
+            comm_backward_s=sum(t.backward_comm_s for t in times.values()),
+            redo_s=sum(t.forward_s + t.forward_comm_s for t in redone),
+        )
+
+    def group(self, call: int, decision: Decision, setting: Setting, held: set[str]) -> GroupBytes:
+        """Return the parameter bytes of a call; parameters in `held` are there already.
+
+        Args:
+            call: index into the chain.
+            decision: how the block runs.
+            setting: degrees.
+            held: canonical FQNs that earlier calls of the stage hold; the call's own are added.
+        """
+        block = self.trace.calls[call].block
+        local = self.base(block, decision, setting.tp).local
+        ratio = self.workload.parameter_bytes_per_traced_byte
+        canonical = {fqn: group[0] for group in self.trace.shared for fqn in group}
+        stored = trained = gathered = grads = largest = 0
+        states = self.trace.blocks[block].states
+        for state, fqn in zip(states, self.trace.calls[call].states, strict=True):
+            name = canonical.get(fqn, fqn)
+            if name in held:
+                continue
+            held.add(name)
+            nbytes = local.state_bytes[state.name]
+            if not state.is_parameter:
+                stored += nbytes
+                continue
+            stored += nbytes * ratio
+            gathered += nbytes
+            largest = max(largest, nbytes * ratio)
+            if state.is_trained:
+                trained += nbytes * ratio
+                grads += nbytes
+        return GroupBytes(
+            stored=stored,
+            trained=trained,
+            gathered=gathered,
+            gathered_grads=grads,
+            largest=largest,
+        )
+
+    def price(self, call: int, decision: Decision, setting: Setting) -> BlockPrice:
+        """Return the seconds of a call under a setting."""
+        block = self.trace.calls[call].block
+        base = self.base(block, decision, setting.tp)
+        group = self.group(call, decision, setting, set())
+        gather_s, reduce_s, once_zero_s = self._zero_times(group, setting)
+        regather_s = gather_s if setting.zero_stage >= 3 else 0.0
+        forward = base.compute_forward_s + base.comm_forward_s
+        backward = base.compute_backward_s + base.comm_backward_s + base.redo_s
+        if overlaps_communication(self.cluster):
+            exposed_f = max(0.0, gather_s - forward)
+            exposed_b = max(0.0, regather_s + reduce_s - backward)
+            once_zero_s = max(0.0, once_zero_s - backward)
+        else:
+            exposed_f, exposed_b = gather_s, regather_s + reduce_s
+        optimizer_s = self._optimizer_time(group, setting)
+        return BlockPrice(
+            forward_s=forward + exposed_f,
+            backward_s=backward + exposed_b,
+            once_s=once_zero_s + optimizer_s,
+            by_category={
+                "compute": base.compute_forward_s + base.compute_backward_s,
+                "recompute": base.redo_s,
+                "tensor_parallel": base.comm_forward_s + base.comm_backward_s,
+                "zero": exposed_f + exposed_b,
+            },
+            once_by_category={"zero": once_zero_s, "optimizer": optimizer_s},
+        )
+
+    def _zero_times(self, group: GroupBytes, setting: Setting) -> tuple[float, float, float]:
+        """Return seconds of a gather and a reduction per micro-batch, and of both once a step.
+
+        Stages 2 and 3 gather and reduce-scatter for every micro-batch, stage 1 once a step; stage 0
+        all-reduces once a step (Rajbhandari et al. 2020, section 7).
+        """
+        if setting.dp == 1 or group.gathered == 0:
+            return 0.0, 0.0, 0.0
+        link = self.cluster.link_for(setting.dp, setting.tp)
+        dp = setting.dp
+        if setting.zero_stage == 0:
+            return 0.0, 0.0, link.collective_time_s("all_reduce", group.gathered_grads, dp)
+        gather = link.collective_time_s("all_gather", group.gathered, dp)
+        reduce = link.collective_time_s("reduce_scatter", group.gathered_grads, dp)
+        if setting.zero_stage == 1:
+            return 0.0, 0.0, gather + reduce
+        return gather, reduce, 0.0
+
+    def _optimizer_time(self, group: GroupBytes, setting: Setting) -> float:
+        shards = setting.dp if setting.zero_stage >= 1 else 1
+        traffic = group.trained / shards * self.workload.optimizer.traffic_bytes_per_byte
+        if traffic == 0:
+            return 0.0
+        return self.tally.add(self.cluster.device.optimizer_time_s(traffic))
+
+    def stage_block(
+        self, call: int, decision: Decision, setting: Setting, held: set[str]
+    ) -> StageBlock:
+        """Return a call as the memory model reads it."""
+        block = self.trace.calls[call].block
+        base = self.base(block, decision, setting.tp)
+        return StageBlock(
+            memory=base.memory,
+            accumulating=base.accumulating,
+            group=self.group(call, decision, setting, held),
+            is_glue=self.trace.blocks[block].is_glue,
+            input_bytes=sum(base.local.inputs.values()),
+        )
+
+    def side_bytes(self, calls: Sequence[int], decisions: Sequence[Decision], tp: int) -> int:
+        """Return bytes of side values that one micro-batch holds in a stage, each once."""
+        sizes: dict[str, int] = {}
+        side = dict(self.trace.side)
+        for call, decision in zip(calls, decisions, strict=True):
+            trace_call = self.trace.calls[call]
+            names = {v.name for v in self.trace.blocks[trace_call.block].inputs}
+            kept = self.base(trace_call.block, decision, tp).memory.side
+            inputs = self.trace.blocks[trace_call.block].inputs
+            for value, argument in zip(inputs, trace_call.args, strict=True):
+                if value.name in kept and value.name in names and argument in side:
+                    sizes[argument] = side[argument]
+        return sum(sizes.values())
+
+    def transfer_bytes(self, setting: Setting, stage: int, starts: Sequence[int]) -> int:
+        """Return bytes of the receive buffers of a stage: one per micro-batch and direction."""
+        if setting.pp == 1:
+            return 0
+        received = 0
+        if stage > 0:
+            received += self.trace.crossing_bytes[starts[stage] - 1]
+        if stage < setting.pp - 1:
+            received += self.trace.crossing_bytes[starts[stage + 1] - 1]
+        return received * setting.num_microbatches
+
+    def option(self, call: int, decision: Decision, setting: Setting, live: int) -> BlockOption:
+        """Return a decision as the linear search sees it: every number an upper estimate.
+
+        Memory is in units of `memory_unit`, time in ticks of a nanosecond. The last block of the
+        chain runs its backward first, so what it keeps counts as working memory only.
+        """
+        held: set[str] = set()
+        for earlier in range(call) if setting.pp == 1 else ():
+            held.update(self._canonical_states(earlier))
+        block = self.stage_block(call, decision, setting, held)
+        price = self.price(call, decision, setting)
+        group, memory = block.group, block.memory
+        static = static_bytes(group, setting, self.workload.optimizer)
+        wrapped = uses_fsdp(setting, self.workload.mixed_precision != "none")
+        resident = static.parameters + static.optimizer
+        grads, kept = static.gradients, memory.kept
+        working = max(
+            memory.backward_peak - memory.kept,
+            block.input_bytes + memory.forward_peak - memory.kept,
+        )
+        if not wrapped:
+            if setting.num_microbatches > 1:
+                working = max(working - memory.parameter_grads, 0) + group.largest
+        elif block.is_glue:
+            resident += group.gathered + group.gathered_grads
+        elif setting.zero_stage <= 1:
+            resident += group.gathered
+            grads = max(grads, group.gathered_grads)
+            working += group.gathered_grads
+        elif setting.zero_stage == 2:
+            resident += group.gathered
+            working += group.gathered_grads
+        else:
+            working += 2 * group.gathered + group.gathered_grads
+        is_last = call == len(self.trace.calls) - 1
+        if is_last and live == 1 and setting.schedule != "gpipe":
+            working, kept = working + kept, 0
+        if setting.num_microbatches == 1 and not wrapped and not is_last:
+            kept, grads = max(kept, grads), 0
+        unit = self.memory_unit
+        return BlockOption(
+            forward=_ticks(price.forward_s),
+            backward=_ticks(price.backward_s),
+            once=_ticks(price.once_s),
+            kept=-(-kept // unit),
+            static=-(-(resident + grads) // unit),
+            working=-(-working // unit),
+        )
+
+    def _canonical_states(self, call: int) -> set[str]:
+        canonical = {fqn: group[0] for group in self.trace.shared for fqn in group}
+        return {canonical.get(fqn, fqn) for fqn in self.trace.calls[call].states}
+
+    @property
+    def memory_unit(self) -> int:
+        """Return the bytes of one unit of memory in the search: about 2**-20 of the capacity."""
+        return max(1, self.cluster.capacity_bytes >> 20)
+
+    def boundary_s(self, setting: Setting, cut: int) -> float:
+        """Return the seconds of sending one micro-batch's activations over a cut, one way."""
+        link = self.cluster.link_for(2, setting.dp * setting.tp)
+        return link.collective_time_s("send", self.trace.crossing_bytes[cut - 1], 2)
+
+    def plan_price(
+        self, setting: Setting, ends: Sequence[int], decisions: Sequence[Decision]
+    ) -> PlanPrice:
+        """Return the exact price of a decided plan.
+
+        Args:
+            setting: degrees and sizes.
+            ends: per stage the index after its last call.
+            decisions: one per call.
+
+        Returns:
+            Step time: sum of stage times + (m - 1) * slowest stage + slowest once-a-step part
+            (1F1B without interleaving, Narayanan et al. 2021, section 2.2).
+        """
+        starts = [0, *ends[:-1]]
+        stage_s, memories, once = [], [], []
+        totals: dict[str, float] = dict.fromkeys(
+            ("compute", "recompute", "tensor_parallel", "zero", "optimizer", "pipeline"), 0.0
+        )
+        m = setting.num_microbatches
+        slowest: tuple[float, dict[str, float]] = (-1.0, {})
+        for stage, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            prices = [self.price(c, decisions[c], setting) for c in range(start, end)]
+            transfer = self._stage_transfer_s(setting, stage, starts)
+            seconds = sum(p.forward_s + p.backward_s for p in prices) + transfer
+            stage_s.append(seconds)
+            once.append(sum(p.once_s for p in prices))
+            by_category = _summed(p.by_category for p in prices)
+            if seconds > slowest[0]:
+                slowest = (seconds, {**by_category, "pipeline": transfer})
+            memories.append(self._stage_memory(setting, stage, starts, ends, decisions))
+        step = sum(stage_s) + (m - 1) * max(stage_s) + max(once)
+        for name, seconds in slowest[1].items():
+            totals[name] += m * seconds
+        totals["pipeline"] += sum(stage_s) - max(stage_s)
+        index = once.index(max(once))
+        calls = range(starts[index], ends[index])
+        parts = _summed(self.price(c, decisions[c], setting).once_by_category for c in calls)
+        for name, seconds in parts.items():
+            totals[name] += seconds
+        return PlanPrice(
+            step_time_s=step,
+            stage_time_s=tuple(stage_s),
+            time_by_category=totals,
+            memory=tuple(memories),
+        )
+
+    def _stage_transfer_s(self, setting: Setting, stage: int, starts: Sequence[int]) -> float:
+        seconds = 0.0
+        if stage > 0:
+            seconds += self.boundary_s(setting, starts[stage])
+        if stage < setting.pp - 1:
+            seconds += self.boundary_s(setting, starts[stage + 1])
+        return seconds
+
+    def _stage_memory(
+        self,
+        setting: Setting,
+        stage: int,
+        starts: Sequence[int],
+        ends: Sequence[int],
+        decisions: Sequence[Decision],
+    ) -> StageMemory:
+        calls = range(starts[stage], ends[stage])
+        held: set[str] = set()
+        blocks = [self.stage_block(c, decisions[c], setting, held) for c in calls]
+        return stage_memory(
+            blocks,
+            setting,
+            self.workload.optimizer,
+            live=setting.live()[stage],
+            is_mixed=self.workload.mixed_precision != "none",
+            side_bytes=self.side_bytes(calls, [decisions[c] for c in calls], setting.tp),
+            input_bytes=self.batch_bytes(setting),
+            transfer_bytes=self.transfer_bytes(setting, stage, starts),
+            reserve=0,
+        )
+
+    def batch_bytes(self, setting: Setting) -> int:
+        """Return bytes of this rank's share of the batch for one step."""
+        return sum(v.nbytes for v in self.trace.inputs) * setting.num_microbatches
+
+
+def _ticks(seconds: float) -> int:
+    return -int(-seconds // TICK_S)
+
+
+def _summed(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
