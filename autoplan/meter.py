@@ -64,8 +64,8 @@ def _grouped_flops(tokens: torch.Tensor, weight: torch.Tensor) -> int:
 
 
 _OWN_FLOPS: dict[str, Callable[..., int]] = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: (
-        _attention_flops(q, k, v)
+    "aten::_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: _attention_flops(
+        q, k, v
     ),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": lambda _, q, k, v, *__: (
         2 * _attention_flops(q, k, v)
@@ -144,9 +144,7 @@ class Meter(TorchDispatchMode):
         self._bytes_by_serial: dict[int, int] = {}
         self._serial = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)

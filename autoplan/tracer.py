@@ -18,7 +18,8 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from autoplan.backends import Backend, replacement
-from autoplan.capture import LossFn, capture
+from autoplan.batches import LossFn
+from autoplan.capture import capture
 from autoplan.errors import TraceError
 from autoplan.graph import (
     BlockTrace,
@@ -423,7 +424,8 @@ def _count_parameters(program: Program) -> tuple[int, int]:
 def _notes(
     program: Program, runs: Iterable[_BlockRun], blocks: Sequence[BlockTrace]
 ) -> tuple[str, ...]:
-    notes = [cost.note for run in runs for cost in run.costs.values() if cost.note]
+    notes = list(program.notes)
+    notes += [cost.note for run in runs for cost in run.costs.values() if cost.note]
     opaque = sorted({op.target for block in blocks for op in block.ops if op.kind == "opaque"})
     notes += [f"{target}: no law for its FLOPs; priced by the bytes it moves" for target in opaque]
     read = {program.aliases.get(fqn, fqn) for call in program.calls for fqn in call.states}
