@@ -71,7 +71,7 @@ def _watch_checkpoints(notes: list[str]) -> Iterator[None]:
     """Add a note when `torch.utils.checkpoint.checkpoint` runs, by either of its ways."""
     module: Any = torch.utils.checkpoint
     generator_name = "_checkpoint_without_reentrant_generator"
-    plain = getattr(module, generator_name, None)
+    plain: Any = getattr(module, generator_name, None)
     function: Any = module.CheckpointFunction
 
     def watched_plain(*args: Any, **kwargs: Any) -> Any:
@@ -198,7 +198,8 @@ class _Flattener:
         return meta
 
     def _name(self, node: Any) -> str:
-        return self.alias.get(node.name, node.name)
+        name: str = node.name
+        return self.alias.get(name, name)
 
     def _add(self, node: Any, owner: Any, inside: str) -> None:
         """Add one node; `inside` names the region whose graph it stands in, if any."""
