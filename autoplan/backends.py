@@ -3,11 +3,11 @@
 Traces are made on fake CPU tensors. On `cuda` three ops run another kernel, which keeps other
 tensors for backward:
 
-    op                            cpu                               cuda (rule below)
-    scaled_dot_product_attention  flash kernel; with dropout the    fused kernel always: keeps query,
-                                  products and softmax one by one   key, value, mask, output, logsumexp
-    dropout                       keeps noise in the input's dtype  keeps a mask of one byte an element
-    rms_norm                      elementwise ops one by one        fused kernel: keeps input, rstd
+    op        cpu                                   cuda (rules below)
+    sdpa      flash kernel; with dropout the        fused kernel always: keeps query, key, value,
+              products and softmax one by one       mask, output and a float32 logsumexp
+    dropout   keeps noise in the input's dtype      keeps a mask of one byte an element
+    rms_norm  elementwise ops one by one            fused kernel: keeps input and rstd
 
 The rules are custom ops that have shapes and gradients but no implementation.
 """
@@ -158,15 +158,18 @@ def _attention(
         return cast(
             torch.Tensor, torch.ops.autoplan.attention_cuda(query, key, value, attn_mask)[0]
         )
-    return torch.ops.aten.scaled_dot_product_attention.default(
-        query, key, value, attn_mask, dropout_p, is_causal, **kwargs
+    return cast(
+        torch.Tensor,
+        torch.ops.aten.scaled_dot_product_attention.default(
+            query, key, value, attn_mask, dropout_p, is_causal, **kwargs
+        ),
     )
 
 
 def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     if not train or p == 0:
-        return torch.ops.aten.dropout.default(input, p, train)
-    return torch.ops.aten.native_dropout.default(input, p, train)[0]
+        return cast(torch.Tensor, torch.ops.aten.dropout.default(input, p, train))
+    return cast(torch.Tensor, torch.ops.aten.native_dropout.default(input, p, train)[0])
 
 
 def _rms_norm(

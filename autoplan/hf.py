@@ -18,6 +18,10 @@ from torch import nn
 __all__ = ["is_transformers_model", "prepare"]
 
 _NAME = "autoplan"
+CACHE_NOTE = (
+    "config.use_cache is on: the trace assumes it off; with it on, training keeps a copy of keys "
+    "and values in every layer; set model.config.use_cache = False"
+)
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -26,24 +30,31 @@ def is_transformers_model(model: nn.Module) -> bool:
     return module is not None and isinstance(model, module.PreTrainedModel)
 
 
-def prepare(model: nn.Module, batch: Any) -> None:
-    """Switch the (copied) transformers models in `model` to exact attention and no cache."""
+def prepare(model: nn.Module, batch: Any) -> tuple[str, ...]:
+    """Switch the (copied) transformers models in `model` to exact attention and no cache.
+
+    Returns:
+        Notes on what was switched that the user's own model still does.
+    """
     if "transformers" not in sys.modules:
-        return
+        return ()
     found = [m for m in model.modules() if is_transformers_model(m)]
     if not found:
-        return
+        return ()
+    notes: list[str] = []
     _register()
     needs_mask = isinstance(batch, Mapping) and (
         "attention_mask" in batch or "position_ids" in batch
     )
     for module in found:
         config: Any = module.config
-        if hasattr(config, "use_cache"):
+        if getattr(config, "use_cache", False):
             config.use_cache = False
+            notes.append(CACHE_NOTE)
         current = getattr(config, "_attn_implementation", None)
         if current == "sdpa" and not needs_mask:
             config._attn_implementation = _NAME
+    return tuple(dict.fromkeys(notes))
 
 
 def _register() -> None:

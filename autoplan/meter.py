@@ -119,7 +119,7 @@ def _touched_bytes(tensor: torch.Tensor) -> int:
     return math.prod(size for size, stride in sizes if stride != 0) * tensor.itemsize
 
 
-class Meter(TorchDispatchMode):
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sum up the kernels run while the mode is active.
 
     Attributes:
@@ -132,7 +132,7 @@ class Meter(TorchDispatchMode):
     """
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         self.nbytes = 0
         self.made_bytes = 0

@@ -12,13 +12,25 @@ numbers that the planner reads are in `autoplan.graph`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-__all__ = ["BlockGraph", "Call", "Op", "Program", "Ref", "State", "TensorMeta", "map_refs", "refs"]
+__all__ = [
+    "BlockGraph",
+    "Call",
+    "Op",
+    "Program",
+    "Ref",
+    "State",
+    "TensorMeta",
+    "map_refs",
+    "refs",
+    "text_hash",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +178,8 @@ class Program:
         loss: program value of the scalar loss.
         aliases: parameter FQN -> the first FQN of the same tensor (itself when not shared).
         microbatch_size: size of dimension 0 of the batch inputs at capture.
-        metas: of every program value (inputs, side ops, call outputs).
+        metas: of every program value (inputs, constants, side states, side ops, call outputs).
+        notes: what a reader must know (checkpointing inside the model, caches switched off).
     """
 
     inputs: tuple[str, ...]
@@ -181,6 +194,7 @@ class Program:
     aliases: Mapping[str, str]
     microbatch_size: int
     metas: Mapping[str, TensorMeta] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -189,7 +203,13 @@ class Program:
         parts += [graph.fingerprint for graph in self.graphs]
         parts += [f"{op.name}={op.target_name}{op.args}{dict(op.kwargs)}" for op in self.side_ops]
         parts += [repr((self.inputs, self.input_metas, self.loss, sorted(self.aliases.items())))]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+        return text_hash(parts)
+
+
+def text_hash(lines: Sequence[str]) -> str:
+    """Return a short hash of lines of text; addresses of objects in them are left out."""
+    text = re.sub(r" at 0x[0-9a-f]+", "", "\n".join(lines))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def map_refs(value: Any, function: Callable[[str], Any]) -> Any:

@@ -8,14 +8,23 @@ Equal segments share one block graph, and shortened runs are put back as calls.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from autoplan.program import BlockGraph, Call, Op, Program, Ref, State, TensorMeta, map_refs
+from autoplan.program import (
+    BlockGraph,
+    Call,
+    Op,
+    Program,
+    Ref,
+    State,
+    TensorMeta,
+    map_refs,
+    text_hash,
+)
 from autoplan.shortening import Shortening, ShortRun
 
 __all__ = ["FlatProgram", "NotAChain", "build_program"]
@@ -36,9 +45,11 @@ class FlatProgram:
     state_metas: Mapping[str, TensorMeta]
     parameters: frozenset[str]
     constants: Mapping[str, torch.Tensor]
+    constant_metas: Mapping[str, TensorMeta]
     ops: tuple[Op, ...]
     stacks: Mapping[str, tuple[tuple[str, str], ...]]
     loss: str
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +61,11 @@ class _Segment:
 
 
 def build_program(
-    flat: FlatProgram, model: nn.Module, shortening: Shortening | None, rows: int
+    flat: FlatProgram,
+    model: nn.Module,
+    shortening: Shortening | None,
+    rows: int,
+    notes: Sequence[str] = (),
 ) -> Program:
     """Return the chain of calls of a flat program.
 
@@ -59,6 +74,7 @@ def build_program(
         model: the (shortened) copy that was exported; tells which parameters are one.
         shortening: runs to put back at full length, or None.
         rows: micro-batch size.
+        notes: what a reader must know, beside the notes of `flat`.
 
     Raises:
         NotAChain: a shortened run cannot be put back.
@@ -94,6 +110,7 @@ def build_program(
         aliases=aliases,
         microbatch_size=rows,
         metas=metas,
+        notes=(*notes, *flat.notes),
     )
 
 
@@ -263,6 +280,7 @@ def _make_call(segment: _Segment, needed: set[str], flat: FlatProgram) -> tuple[
 def _known_metas(flat: FlatProgram) -> dict[str, TensorMeta]:
     known: dict[str, TensorMeta] = dict(zip(flat.inputs, flat.input_metas, strict=True))
     known |= flat.state_metas
+    known |= flat.constant_metas
     known |= {op.name: op.meta for op in flat.ops if op.meta is not None}
     return known
 
@@ -299,7 +317,7 @@ def _canonical(op: Op, names: Mapping[str, str], block_fqn: str, flat: FlatProgr
 def _graph_fingerprint(graph: BlockGraph) -> str:
     lines = [repr((graph.is_glue, graph.inputs, graph.input_metas, graph.states, graph.outputs))]
     lines += [f"{op.name}={op.target_name}{op.args}{dict(op.kwargs)}:{op.meta}" for op in graph.ops]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return text_hash(lines)
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
@@ -364,6 +382,7 @@ def _metas(
     flat: FlatProgram, side: Sequence[Op], graphs: Sequence[BlockGraph], calls: Sequence[Call]
 ) -> dict[str, TensorMeta]:
     metas = dict(zip(flat.inputs, flat.input_metas, strict=True))
+    metas |= flat.constant_metas
     metas |= {op.name: op.meta for op in side if op.meta is not None}
     metas |= {n: flat.state_metas[n] for op in side for n in op.inputs() if n in flat.state_metas}
     for call in calls:

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.utils import _pytree as pytree
 
-from autoplan.backends import Backend, replacement
-from autoplan.capture import LossFn, capture
-from autoplan.errors import TraceError
+from autoplan.backends import Backend
+from autoplan.batches import LossFn
+from autoplan.capture import capture
 from autoplan.graph import (
     BlockTrace,
     CallTrace,
@@ -31,8 +29,9 @@ from autoplan.graph import (
     ValueTrace,
 )
 from autoplan.meter import storage_bytes, storage_key, tensors_in
-from autoplan.opcost import OpCost, OpMeter
-from autoplan.program import BlockGraph, Call, Op, Program, TensorMeta, map_refs
+from autoplan.opcost import OpMeter
+from autoplan.program import BlockGraph, Call, Op, Program, TensorMeta
+from autoplan.runner import BlockRun, run_block, side_values
 from autoplan.segments import is_random, mutates_input
 
 __all__ = ["trace", "trace_program"]
@@ -77,14 +76,14 @@ def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str
         raise ValueError(f"backend is {backend!r}: it must be 'cpu' or 'cuda'")
     made_by_calls = {out for call in program.calls for out in call.outs}
     meter = OpMeter(backend)
-    runs: dict[int, _BlockRun] = {}
+    runs: dict[int, BlockRun] = {}
     with FakeTensorMode(), torch.enable_grad():
-        values = _side_values(program)
+        values = side_values(program)
         for call in program.calls:
             if call.graph not in runs:
                 graph = program.graphs[call.graph]
                 inputs = [values[name] for name in call.args]
-                runs[call.graph] = _run_block(graph, inputs, backend, meter, call.fqn)
+                runs[call.graph] = run_block(graph, inputs, backend, meter, call.fqn)
             values.update(zip(call.outs, runs[call.graph].outputs, strict=True))
         blocks = tuple(
             _block_trace(program, index, runs[index], made_by_calls)
@@ -116,128 +115,6 @@ def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str
     )
 
 
-@dataclass(slots=True, kw_only=True)
-class _BlockRun:
-    """What running a block on fake tensors gave.
-
-    Attributes:
-        values: fake tensor (or tuple of them) by value name.
-        owners: value name by storage key: the first value that had the storage.
-        saved: storage keys and bytes that autograd kept, by op name.
-        costs: by op name.
-        alive: tensors held so that no storage key is used twice.
-    """
-
-    values: dict[str, Any] = field(default_factory=dict)
-    owners: dict[int, str] = field(default_factory=dict)
-    saved: dict[str, dict[int, int]] = field(default_factory=dict)
-    costs: dict[str, OpCost] = field(default_factory=dict)
-    alive: list[torch.Tensor] = field(default_factory=list)
-    outputs: tuple[Any, ...] = ()
-
-
-def _fake(meta: TensorMeta) -> torch.Tensor:
-    tensor = torch.empty(meta.shape, dtype=meta.dtype, device="cpu")
-    return tensor.requires_grad_() if meta.requires_grad else tensor
-
-
-def _on_cpu(value: Any) -> Any:
-    """Return an op's constant arguments with the meta device replaced."""
-    return pytree.tree_map(
-        lambda leaf: torch.device("cpu") if isinstance(leaf, torch.device) else leaf, value
-    )
-
-
-def _side_values(program: Program) -> dict[str, Any]:
-    """Return fake tensors for the batch inputs, constants and side values of a program."""
-    values: dict[str, Any] = {}
-    for name, meta in zip(program.inputs, program.input_metas, strict=True):
-        values[name] = _fake(meta)
-    for name, tensor in program.constants.items():
-        values[name] = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
-    for name in program.side_states:
-        values[name] = _fake(program.metas[name])
-    for op in program.side_ops:
-        values[op.name] = _execute(op, values, op.target, "")
-    return values
-
-
-def _arguments(op: Op, values: Mapping[str, Any]) -> tuple[Any, Any]:
-    return _on_cpu(map_refs((op.args, dict(op.kwargs)), values.__getitem__))  # type: ignore[no-any-return]
-
-
-def _execute(op: Op, values: Mapping[str, Any], function: Any, block_fqn: str) -> Any:
-    args, kwargs = _arguments(op, values)
-    try:
-        return function(*args, **kwargs)
-    except Exception as error:
-        where = ".".join(part for part in (block_fqn, op.fqn) if part) or "the model"
-        raise TraceError(
-            f"{where} ({op.line or 'line unknown'}): {op.target_name} cannot run on fake "
-            f"tensors: {error}"
-        ) from error
-
-
-def _run_block(
-    graph: BlockGraph, inputs: Sequence[Any], backend: Backend, meter: OpMeter, block_fqn: str
-) -> _BlockRun:
-    """Run a block's ops one by one and record what autograd keeps and what each op costs."""
-    run = _BlockRun()
-    excluded: set[int] = set()
-    for state in graph.states:
-        run.values[state.name] = _fake(state.meta)
-        excluded.add(storage_key(run.values[state.name]))
-    writes = any(mutates_input(op) for op in graph.ops)
-    for name, meta, value in zip(graph.inputs, graph.input_metas, inputs, strict=True):
-        run.values[name] = _as_input(value, meta, writes)
-        _own(run, name)
-    for op in graph.ops:
-        kept: dict[int, int] = {}
-
-        def pack(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
-            run.alive.append(tensor)
-            if storage_key(tensor) not in excluded:
-                kept.setdefault(storage_key(tensor), storage_bytes(tensor))
-            return tensor
-
-        run.costs[op.name] = _measure(op, run.values, meter, block_fqn)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            function = replacement(op.target, backend)
-            run.values[op.name] = _execute(op, run.values, function, block_fqn)
-        run.saved[op.name] = kept
-        _own(run, op.name)
-    run.outputs = tuple(run.values[name] for name in graph.outputs)
-    return run
-
-
-def _measure(op: Op, values: Mapping[str, Any], meter: OpMeter, block_fqn: str) -> OpCost:
-    def measure(*args: Any, **kwargs: Any) -> OpCost:
-        return meter.measure(op, args, kwargs)
-
-    return _execute(op, values, measure, block_fqn)  # type: ignore[no-any-return]
-
-
-def _as_input(value: Any, meta: TensorMeta | None, writes: bool) -> Any:
-    """Return a fresh leaf like `value` in the same storage; a copy where the block writes."""
-
-    def leaf(tensor: Any) -> Any:
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
-        wants_grad = tensor.requires_grad if meta is None else meta.requires_grad
-        fresh = tensor.detach().requires_grad_(wants_grad)
-        return fresh.clone() if writes and wants_grad else fresh
-
-    return pytree.tree_map(leaf, value)
-
-
-def _own(run: _BlockRun, name: str) -> None:
-    """Record `name` as owner of the storage of its value, unless another value has it."""
-    value = run.values[name]
-    run.alive.extend(tensors_in(value))
-    if isinstance(value, torch.Tensor):
-        run.owners.setdefault(storage_key(value), name)
-
-
 def _nbytes(value: Any) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors_in(value))
 
@@ -259,7 +136,7 @@ def _value_trace(name: str, meta: TensorMeta | None, *, is_activation: bool) -> 
 
 
 def _block_trace(
-    program: Program, index: int, run: _BlockRun, made_by_calls: set[str]
+    program: Program, index: int, run: BlockRun, made_by_calls: set[str]
 ) -> BlockTrace:
     graph = program.graphs[index]
     call = next(call for call in program.calls if call.graph == index)
@@ -289,7 +166,7 @@ def _block_trace(
     )
 
 
-def _op_traces(graph: BlockGraph, run: _BlockRun) -> tuple[OpTrace, ...]:
+def _op_traces(graph: BlockGraph, run: BlockRun) -> tuple[OpTrace, ...]:
     written = _written_storages(graph, run)
     accumulated = _accumulated_bytes(graph, run)
     options = _options(graph)
@@ -301,7 +178,7 @@ def _op_traces(graph: BlockGraph, run: _BlockRun) -> tuple[OpTrace, ...]:
 
 def _op_trace(
     op: Op,
-    run: _BlockRun,
+    run: BlockRun,
     written: set[int],
     accumulated_bytes: int,
     options: tuple[ShardOption, ...],
@@ -346,7 +223,7 @@ def _op_trace(
     )
 
 
-def _written_storages(graph: BlockGraph, run: _BlockRun) -> set[int]:
+def _written_storages(graph: BlockGraph, run: BlockRun) -> set[int]:
     """Return the storages that some op of the block writes to in place."""
     written: set[int] = set()
     for op in graph.ops:
@@ -355,7 +232,7 @@ def _written_storages(graph: BlockGraph, run: _BlockRun) -> set[int]:
     return written
 
 
-def _accumulated_bytes(graph: BlockGraph, run: _BlockRun) -> dict[str, int]:
+def _accumulated_bytes(graph: BlockGraph, run: BlockRun) -> dict[str, int]:
     """Return the bytes that backward moves to add up gradients, by op.
 
     A value read by n ops that need its gradient gets n addends, so n - 1 sums of it run: two reads
@@ -421,9 +298,10 @@ def _count_parameters(program: Program) -> tuple[int, int]:
 
 
 def _notes(
-    program: Program, runs: Iterable[_BlockRun], blocks: Sequence[BlockTrace]
+    program: Program, runs: Iterable[BlockRun], blocks: Sequence[BlockTrace]
 ) -> tuple[str, ...]:
-    notes = [cost.note for run in runs for cost in run.costs.values() if cost.note]
+    notes = list(program.notes)
+    notes += [cost.note for run in runs for cost in run.costs.values() if cost.note]
     opaque = sorted({op.target for block in blocks for op in block.ops if op.kind == "opaque"})
     notes += [f"{target}: no law for its FLOPs; priced by the bytes it moves" for target in opaque]
     read = {program.aliases.get(fqn, fqn) for call in program.calls for fqn in call.states}
@@ -435,8 +313,8 @@ def _notes(
 
 
 def _versions() -> dict[str, str]:
-    versions = {"torch": torch.__version__}
+    versions = {"torch": str(torch.__version__)}
     transformers = sys.modules.get("transformers")
     if transformers is not None:
-        versions["transformers"] = transformers.__version__
+        versions["transformers"] = str(transformers.__version__)
     return versions

@@ -1,0 +1,146 @@
+"""Run block graphs op by op on fake CPU tensors and record what autograd keeps for backward.
+
+The ops run under `saved_tensors_hooks`, as autograd would see them, so what is recorded is what
+autograd keeps, each storage once. All functions expect an active `FakeTensorMode`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autoplan.backends import Backend, replacement
+from autoplan.errors import TraceError
+from autoplan.meter import storage_bytes, storage_key, tensors_in
+from autoplan.opcost import OpCost, OpMeter
+from autoplan.program import BlockGraph, Op, Program, TensorMeta, map_refs
+from autoplan.segments import mutates_input
+
+__all__ = ["BlockRun", "run_block", "side_values"]
+
+
+@dataclass(slots=True, kw_only=True)
+class BlockRun:
+    """What running a block on fake tensors gave.
+
+    Attributes:
+        values: fake tensor (or tuple of them) by value name.
+        owners: value name by storage key: the first value that had the storage.
+        saved: storage keys and bytes that autograd kept, by op name.
+        costs: by op name.
+        alive: tensors held so that no storage key is used twice.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    owners: dict[int, str] = field(default_factory=dict)
+    saved: dict[str, dict[int, int]] = field(default_factory=dict)
+    costs: dict[str, OpCost] = field(default_factory=dict)
+    alive: list[torch.Tensor] = field(default_factory=list)
+    outputs: tuple[Any, ...] = ()
+
+
+def _fake(meta: TensorMeta) -> torch.Tensor:
+    tensor = torch.empty(meta.shape, dtype=meta.dtype, device="cpu")
+    return tensor.requires_grad_() if meta.requires_grad else tensor
+
+
+def _on_cpu(value: Any) -> Any:
+    """Return an op's constant arguments with the meta device replaced."""
+    return pytree.tree_map(
+        lambda leaf: torch.device("cpu") if isinstance(leaf, torch.device) else leaf, value
+    )
+
+
+def side_values(program: Program) -> dict[str, Any]:
+    """Return fake tensors for the batch inputs, constants and side values of a program."""
+    values: dict[str, Any] = {}
+    for name, meta in zip(program.inputs, program.input_metas, strict=True):
+        values[name] = _fake(meta)
+    for name, tensor in program.constants.items():
+        values[name] = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
+    for name in program.side_states:
+        values[name] = _fake(program.metas[name])
+    for op in program.side_ops:
+        values[op.name] = _execute(op, values, op.target, "")
+    return values
+
+
+def _arguments(op: Op, values: Mapping[str, Any]) -> tuple[Any, Any]:
+    args, kwargs = _on_cpu(map_refs((op.args, dict(op.kwargs)), values.__getitem__))
+    return args, kwargs
+
+
+def _execute(op: Op, values: Mapping[str, Any], function: Any, block_fqn: str) -> Any:
+    args, kwargs = _arguments(op, values)
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        where = ".".join(part for part in (block_fqn, op.fqn) if part) or "the model"
+        raise TraceError(
+            f"{where} ({op.line or 'line unknown'}): {op.target_name} cannot run on fake "
+            f"tensors: {error}"
+        ) from error
+
+
+def run_block(
+    graph: BlockGraph, inputs: Sequence[Any], backend: Backend, meter: OpMeter, block_fqn: str
+) -> BlockRun:
+    """Run a block's ops one by one and record what autograd keeps and what each op costs."""
+    run = BlockRun()
+    excluded: set[int] = set()
+    for state in graph.states:
+        run.values[state.name] = _fake(state.meta)
+        excluded.add(storage_key(run.values[state.name]))
+    writes = any(mutates_input(op) for op in graph.ops)
+    for name, meta, value in zip(graph.inputs, graph.input_metas, inputs, strict=True):
+        run.values[name] = _as_input(value, meta, writes)
+        _own(run, name)
+    for op in graph.ops:
+        kept: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            run.alive.append(tensor)
+            if storage_key(tensor) not in excluded:
+                kept.setdefault(storage_key(tensor), storage_bytes(tensor))
+            return tensor
+
+        run.costs[op.name] = _measure(op, run.values, meter, block_fqn)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            function = replacement(op.target, backend)
+            run.values[op.name] = _execute(op, run.values, function, block_fqn)
+        run.saved[op.name] = kept
+        _own(run, op.name)
+    run.outputs = tuple(run.values[name] for name in graph.outputs)
+    return run
+
+
+def _measure(op: Op, values: Mapping[str, Any], meter: OpMeter, block_fqn: str) -> OpCost:
+    def measure(*args: Any, **kwargs: Any) -> OpCost:
+        return meter.measure(op, args, kwargs)
+
+    return _execute(op, values, measure, block_fqn)  # type: ignore[no-any-return]
+
+
+def _as_input(value: Any, meta: TensorMeta | None, writes: bool) -> Any:
+    """Return a fresh leaf like `value` in the same storage; a copy where the block writes."""
+
+    def leaf(tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        wants_grad = tensor.requires_grad if meta is None else meta.requires_grad
+        fresh = tensor.detach().requires_grad_(wants_grad)
+        return fresh.clone() if writes and wants_grad else fresh
+
+    return pytree.tree_map(leaf, value)
+
+
+def _own(run: BlockRun, name: str) -> None:
+    """Record `name` as owner of the storage of its value, unless another value has it."""
+    value = run.values[name]
+    run.alive.extend(tensors_in(value))
+    if isinstance(value, torch.Tensor):
+        run.owners.setdefault(storage_key(value), name)
