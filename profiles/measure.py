@@ -53,6 +53,7 @@ def profile_command(
     *,
     budget_s: float = 20.0,
     with_links: bool = True,
+    gemm_shapes: Sequence[tuple[int, int, int]] = (),
     progress: Progress | None = None,
 ) -> Path:
     """Measure a device and write its profile; return the path of the file.
@@ -62,12 +63,19 @@ def profile_command(
         out: file to write; None: `NAME.json` in the current folder.
         budget_s: seconds to spend, above 0; starting processes for the links comes on top.
         with_links: also measure collectives between processes of this machine.
+        gemm_shapes: (m, n, k) to measure before the grid, for example those of a model.
         progress: called with a message and the fraction done.
 
     Raises:
         ProfileError: if the device is not there; says which are.
     """
-    profile = measure_device(gpu, budget_s=budget_s, with_links=with_links, progress=progress)
+    profile = measure_device(
+        gpu,
+        budget_s=budget_s,
+        with_links=with_links,
+        gemm_shapes=gemm_shapes,
+        progress=progress,
+    )
     path = out or Path(f"{profile.name}.json")
     save_profile(profile, path)
     return path
@@ -175,7 +183,7 @@ def _measure_profile(
             device,
             dtype,
             deadline=session.deadline(ATTENTION_SHARE),
-            slice_s=session.slice_s(ATTENTION_SHARE, 60),
+            slice_s=session.slice_s(ATTENTION_SHARE, 100),
             origin="measured",
             progress=session.tell,
         )

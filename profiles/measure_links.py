@@ -22,7 +22,7 @@ __all__ = ["measure_links"]
 
 SIZES_BYTES = (2**12, 2**16, 2**19, 2**22, 2**24, 2**26)
 START_UP_S = 60.0  # torchrun, importing torch in every process, rendezvous
-WARM_UP_CALLS = 2
+WARM_UP_CALLS = 5
 MIN_REPEATS, MAX_REPEATS = 3, 21
 
 

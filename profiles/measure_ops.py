@@ -43,8 +43,10 @@ CUDA_GEMM_SIZES = (
     (512, 1024, 2048, 4096, 8192, 16384),
     (512, 1024, 2048, 4096, 8192, 16384),
 )
-CPU_ATTENTION_SIZES = ((32, 128, 512), (16, 64), (2, 16))
+CPU_ATTENTION_SIZES = ((32, 64, 128, 256, 512), (16, 64), (2, 16))
 CUDA_ATTENTION_SIZES = ((512, 1024, 2048, 4096, 8192, 16384), (64, 128), (8, 32, 128))
+
+MAX_ATTENTION_ROWS = 2**19  # seq * batch * heads: stays below the memory of small GPUs
 
 
 def measure_gemm(
@@ -126,7 +128,8 @@ def measure_attention(
     watch = Stopwatch(device=device, slice_s=slice_s)
     sizes = CUDA_ATTENTION_SIZES if device.type == "cuda" else CPU_ATTENTION_SIZES
     rows: dict[tuple[AttentionDirection, bool], list[Row]] = {}
-    for seq, head_dim, groups in _until(deadline, _coarse_first(list(itertools.product(*sizes)))):
+    grid = [p for p in itertools.product(*sizes) if p[0] * p[2] <= MAX_ATTENTION_ROWS]
+    for seq, head_dim, groups in _until(deadline, _coarse_first(grid)):
         progress(f"{dtype} attention of {groups} heads, {seq} x {head_dim}")
         for is_causal in (False, True):
             shape = (1, groups, seq, head_dim)

@@ -25,8 +25,8 @@ def test_catalog_has_the_promised_devices_and_every_alias_exists() -> None:
 def test_shipped_profile_is_complete_and_its_numbers_have_origins(name: str) -> None:
     profile = load_profile(name)
     assert profile.name == name
-    tables = [*profile.gemm, *profile.attention]
-    used = {t.origin for t in tables} | {t.origin for t in profile.memory_bound}
+    used = {t.origin for t in profile.gemm} | {t.origin for t in profile.attention}
+    used |= {t.origin for t in profile.memory_bound}
     used |= set(profile.origin_by_field.values())
     assert used == set(profile.origins), "an origin that nothing uses, or the other way round"
     for origin in profile.origins.values():
