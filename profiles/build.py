@@ -115,12 +115,14 @@ def _peaks(
 ) -> dict[str, float]:
     peaks = {}
     for dtype, quantity in PEAK_NAMES.items():
-        fact = measurements.find(source.family, quantity)
+        fact, note = measurements.find(source.family, quantity), ""
         if fact is None and dtype == "float16":
-            fact = measurements.find(source.family, PEAK_NAMES["bfloat16"])
+            fact, note = measurements.find(source.family, "peak_bf16"), "assumed equal to bfloat16"
         if fact is not None:
             field = f"peak_flops_per_s.{dtype}"
-            peaks[dtype] = collect.take(field, fact.value * TFLOP, f"peak_{dtype}", fact.origin())
+            peaks[dtype] = collect.take(
+                field, fact.value * TFLOP, f"peak_{dtype}", fact.origin(note)
+            )
     return peaks
 
 

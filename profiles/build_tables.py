@@ -28,7 +28,6 @@ ATTENTION_PEAK_TFLOPS = {"A100-SXM4-80": 312.0, "H100-SXM5-80": 989.0}  # device
 OWN_ATTENTION = {"a100_sxm_80gb": "A100-SXM4-80", "h100_sxm_80gb": "H100-SXM5-80"}
 
 LIGER_H100 = "NVIDIA H100 80GB HBM3"
-SOFTMAX_PASSES = 2  # read and write once
 
 
 def gemm_tables(
@@ -49,7 +48,7 @@ def gemm_tables(
         if row["op"] == "matmul" and row["gpu"] == source.gemm_donor
     ]
     text = f"efficiency by shape measured on {source.gemm_donor}; {rows[0]['source']}"
-    if source.gemm_donor in ("B200",) and source.name.startswith("b200"):
+    if source.gemm_donor == "B200":
         factor = 1.0
     elif ours is not None:
         factor = ours.value / theirs.value

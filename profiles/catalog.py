@@ -48,7 +48,7 @@ def load_profile(name_or_path: str | Path) -> DeviceProfile:
     name = ALIASES.get(key, key)
     if name not in names:
         close = difflib.get_close_matches(key, (*names, *ALIASES), n=1, cutoff=0.4)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = f": did you mean {close[0]!r}?" if close else "."
         raise ProfileError(
             f"no profile named {text!r}{hint} There are {', '.join(names)}, the aliases "
             f"{', '.join(ALIASES)}, or give a path that ends in .json"

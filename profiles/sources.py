@@ -12,6 +12,8 @@ class DeviceSource:
     """Where the numbers of one device are found, and whose are borrowed.
 
     Attributes:
+        name: of the profile.
+        description: one line for reports.
         family: device names in devices.csv, the first that has a quantity wins.
         gemm_donor: gpu in gemm_efficiency.csv.
         attention: `flash` (attention_kernels.csv), `standard` (its unfused bars), or `full_matrix`
@@ -29,7 +31,6 @@ class DeviceSource:
     attention_donor: str
     memory_fraction: str
     curve: str = ""
-    curve_owner: str = ""
 
 
 SOURCES = (
@@ -42,7 +43,6 @@ SOURCES = (
         attention_donor="A100-SXM4-80",
         memory_fraction="A100-PCIe-80",
         curve="mleng_a100_nccltests",
-        curve_owner="A100-SXM",
     ),
     DeviceSource(
         name="a100_sxm_40gb",
@@ -53,7 +53,6 @@ SOURCES = (
         attention_donor="A100-SXM4-80",
         memory_fraction="A100-PCIe-80",
         curve="mleng_a100_nccltests",
-        curve_owner="A100-SXM",
     ),
     DeviceSource(
         name="h100_sxm_80gb",
@@ -64,7 +63,6 @@ SOURCES = (
         attention_donor="H100-SXM5-80",
         memory_fraction="H100-SXM",
         curve="dgxc_nccl_h100",
-        curve_owner="H100-SXM",
     ),
     DeviceSource(
         name="h200_sxm",
@@ -75,7 +73,6 @@ SOURCES = (
         attention_donor="H100-SXM5-80",
         memory_fraction="H100-SXM",
         curve="mleng_h200",
-        curve_owner="H200-SXM",
     ),
     DeviceSource(
         name="b200_sxm",
@@ -86,7 +83,6 @@ SOURCES = (
         attention_donor="B200",
         memory_fraction="B200-SXM",
         curve="mleng_b200",
-        curve_owner="B200-SXM",
     ),
     DeviceSource(
         name="v100_sxm_32gb",

@@ -136,30 +136,35 @@ def _check_rows(name: str, rows: Sequence[Sequence[float]]) -> None:
 class RatePoints:
     """Rates (work per second) at points of positive coordinates, read by log-space distance."""
 
-    __slots__ = ("_exact", "_high", "_logs", "_low", "_rates")
+    __slots__ = ("_columns", "_exact", "_high", "_low", "_rates")
 
     def __init__(self, rows: Sequence[tuple[int, int, int, float]]) -> None:
         """Index rows of three coordinates and a rate; the last of equal coordinates wins."""
         self._exact = {row[:3]: row[3] for row in rows}
         points = np.array(list(self._exact), dtype=np.float64)
-        self._logs: NDArray[np.float64] = np.log(points)
+        self._columns: list[NDArray[np.float64]] = [c.copy() for c in np.log(points).T]
         self._rates: NDArray[np.float64] = np.log(np.array(list(self._exact.values())))
-        self._low, self._high = points.min(axis=0), points.max(axis=0)
+        self._low, self._high = points.min(axis=0).tolist(), points.max(axis=0).tolist()
 
     def rate(self, a: int, b: int, c: int) -> tuple[float, How]:
         """Return the rate at a point and how it was found; never `roofline`."""
-        found = self._exact.get((a, b, c))
+        query = (a, b, c)
+        found = self._exact.get(query)
         if found is not None:
             return found, "measured"
-        query = np.array((a, b, c), dtype=np.float64)
-        is_inside = bool((query >= self._low).all() and (query <= self._high).all())
-        squares = ((self._logs - np.log(query)) ** 2).sum(axis=1)
+        bounds = zip(self._low, query, self._high, strict=True)
+        is_inside = all(low <= value <= high for low, value, high in bounds)
+        first, second, third = (
+            column - math.log(value) for column, value in zip(self._columns, query, strict=True)
+        )
+        squares = first * first + second * second + third * third
         if len(squares) > NUM_NEIGHBORS:
-            near = np.argpartition(squares, NUM_NEIGHBORS)[:NUM_NEIGHBORS]
+            near = squares.argpartition(NUM_NEIGHBORS)[:NUM_NEIGHBORS]
+            squares, rates = squares[near], self._rates[near]
         else:
-            near = np.arange(len(squares))
-        weights = squares[near] ** (-DISTANCE_POWER / 2)
-        rate = math.exp(float(weights @ self._rates[near]) / float(weights.sum()))
+            rates = self._rates
+        weights = squares ** (-DISTANCE_POWER / 2)
+        rate = math.exp(float(weights.dot(rates)) / float(weights.sum()))
         return rate, "interpolated" if is_inside else "extrapolated"
 
 

@@ -1,0 +1,389 @@
+"""Measure the device that is here, and write its profile.
+
+Medians after a warm-up, in float32 and bfloat16. On a CPU every process of a plan computes with one
+thread, so one thread is what is measured; what several processes on fewer cores cost one another is
+not in these numbers.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autoplan.errors import ProfileError
+from autoplan.profiles.catalog import ALIASES, list_profiles, save_profile
+from autoplan.profiles.device import DeviceProfile
+from autoplan.profiles.link import LinkProfile
+from autoplan.profiles.measure_links import measure_links
+from autoplan.profiles.measure_ops import (
+    measure_attention,
+    measure_gemm,
+    measure_launch_s,
+    measure_memory,
+    measure_optimizer_bytes_per_s,
+    measure_peak,
+)
+from autoplan.profiles.origin import Origin
+from autoplan.profiles.tables import AttentionTable, CollectiveTable, GemmTable
+from autoplan.units import GIB
+
+__all__ = ["measure_device", "profile_command"]
+
+Progress = Callable[[str, float], None]
+
+TABLE_DTYPES = ("float32", "bfloat16")
+PEAK_DTYPES = ("float64", "float16")  # one product each: CPUs have no tensor cores to tabulate
+PROCESSES_PER_HOST = 4  # that a CPU profile shares the host's memory between
+DISTRIBUTED_RESERVE_BYTES = int(1.45 * GIB)  # torch.distributed on CUDA: devices.csv, measured
+
+# Shares of the budget: GEMM and attention once per dtype, the rest once.
+GEMM_SHARE, ATTENTION_SHARE, MEMORY_SHARE, LINK_SHARE = 0.22, 0.1, 0.08, 0.2
+
+
+def profile_command(
+    gpu: str,
+    out: Path | None = None,
+    *,
+    budget_s: float = 20.0,
+    with_links: bool = True,
+    gemm_shapes: Sequence[tuple[int, int, int]] = (),
+    progress: Progress | None = None,
+) -> Path:
+    """Measure a device and write its profile; return the path of the file.
+
+    Args:
+        gpu: `cpu`, `cuda` (whatever is there), or a name of the catalog that must be there.
+        out: file to write; None: `NAME.json` in the current folder.
+        budget_s: seconds to spend, above 0; starting processes for the links comes on top.
+        with_links: also measure collectives between processes of this machine.
+        gemm_shapes: (m, n, k) to measure before the grid, for example those of a model.
+        progress: called with a message and the fraction done.
+
+    Raises:
+        ProfileError: if the device is not there; says which are.
+    """
+    profile = measure_device(
+        gpu,
+        budget_s=budget_s,
+        with_links=with_links,
+        gemm_shapes=gemm_shapes,
+        progress=progress,
+    )
+    path = out or Path(f"{profile.name}.json")
+    save_profile(profile, path)
+    return path
+
+
+def measure_device(
+    name: str = "cpu",
+    *,
+    budget_s: float = 20.0,
+    num_threads: int = 1,
+    with_links: bool = True,
+    gemm_shapes: Sequence[tuple[int, int, int]] = (),
+    progress: Progress | None = None,
+) -> DeviceProfile:
+    """Return the measured profile of a device of this machine.
+
+    Args:
+        name: `cpu`, `cuda` (whatever is there), or a name of the catalog that must be there.
+        budget_s: seconds to spend on measuring, above 0.
+        num_threads: threads of each process on a CPU.
+        with_links: also measure collectives of 2 and 4 processes (one per GPU on CUDA).
+        gemm_shapes: (m, n, k) to measure before the grid, for example those of a model.
+        progress: called with a message and the fraction done.
+
+    Raises:
+        ProfileError: if the device is not there; says which are.
+        ValueError: if `budget_s` or `num_threads` is not above 0.
+    """
+    if budget_s <= 0 or num_threads < 1:
+        raise ValueError(
+            f"budget_s and num_threads must be above 0, got {budget_s} and {num_threads}"
+        )
+    import torch
+
+    device = _find_device(name)
+    session = _Session(
+        device=device,
+        budget_s=budget_s,
+        num_threads=num_threads,
+        started=time.monotonic(),
+        progress=progress or (lambda message, fraction: None),
+    )
+    threads_before = torch.get_num_threads()
+    random_before = torch.get_rng_state()
+    torch.set_num_threads(num_threads)
+    try:
+        profile = _measure_profile(session, name, gemm_shapes)
+    finally:
+        torch.set_num_threads(threads_before)
+        torch.set_rng_state(random_before)
+    if with_links:
+        profile = replace(profile, intra=_measure_intra(session, profile))
+    session.tell("done", 1.0)
+    return profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Session:
+    """One measuring: the device, the time that is left, and who is told."""
+
+    device: Any
+    budget_s: float
+    num_threads: int
+    started: float
+    progress: Progress
+
+    def tell(self, message: str, fraction: float | None = None) -> None:
+        spent = (time.monotonic() - self.started) / self.budget_s
+        self.progress(message, min(0.99, spent) if fraction is None else fraction)
+
+    def deadline(self, share: float) -> float:
+        return time.monotonic() + share * self.budget_s
+
+    def slice_s(self, share: float, num_points: int) -> float:
+        return share * self.budget_s / num_points
+
+
+def _measure_profile(
+    session: _Session, name: str, gemm_shapes: Sequence[tuple[int, int, int]]
+) -> DeviceProfile:
+    device = session.device
+    memory_bytes, reserve_bytes = _memory(device)
+    session.tell("launch overhead")
+    launch_s = measure_launch_s(device, slice_s=session.slice_s(0.02, 1))
+    session.tell("memory bandwidth")
+    memory = measure_memory(
+        device,
+        deadline=session.deadline(MEMORY_SHARE),
+        slice_s=session.slice_s(MEMORY_SHARE, 8),
+        origin="measured",
+    )
+    gemm: list[GemmTable] = []
+    attention: list[AttentionTable] = []
+    for dtype in TABLE_DTYPES:
+        gemm += measure_gemm(
+            device,
+            dtype,
+            deadline=session.deadline(GEMM_SHARE),
+            slice_s=session.slice_s(GEMM_SHARE, 150),
+            origin="measured",
+            shapes=gemm_shapes,
+            progress=session.tell,
+        )
+        attention += measure_attention(
+            device,
+            dtype,
+            deadline=session.deadline(ATTENTION_SHARE),
+            slice_s=session.slice_s(ATTENTION_SHARE, 100),
+            origin="measured",
+            progress=session.tell,
+        )
+    session.tell("optimizer")
+    is_cuda = device.type == "cuda"
+    optimizer = measure_optimizer_bytes_per_s(
+        device, slice_s=session.slice_s(0.03, 1), num_parameters=2**26 if is_cuda else 2**21
+    )
+    bandwidth = max(rate for table in memory for _, rate in table.rows)
+    largest_copy = max(memory[0].rows)[1]
+    peaks = _peaks(session, gemm)
+    fields = {f"peak_flops_per_s.{dtype}": "peak" for dtype in peaks}
+    return DeviceProfile(
+        name=_profile_name(device, name),
+        description=_description(session),
+        memory_bytes=memory_bytes,
+        reserve_bytes=reserve_bytes,
+        peak_flops_per_s=peaks,
+        memory_bandwidth_bytes_per_s=bandwidth,
+        launch_overhead_s=launch_s,
+        host_link_bytes_per_s=largest_copy if not is_cuda else _host_link_bytes_per_s(session),
+        optimizer_bytes_per_s=optimizer,
+        gemm=tuple(gemm),
+        attention=tuple(attention),
+        memory_bound=memory,
+        origins=_origins(session),
+        origin_by_field={
+            **fields,
+            "memory_bytes": "memory",
+            "reserve_bytes": "reserve",
+            "memory_bandwidth_bytes_per_s": "bandwidth",
+            "launch_overhead_s": "measured",
+            "host_link_bytes_per_s": "host_link",
+            "optimizer_bytes_per_s": "optimizer",
+        },
+    )
+
+
+def _peaks(session: _Session, gemm: Sequence[GemmTable]) -> dict[str, float]:
+    """Return the highest rate seen of each dtype."""
+    peaks: dict[str, float] = {}
+    for table in gemm:
+        best = max(rate for *_, rate in table.rows)
+        peaks[table.dtype] = max(best, peaks.get(table.dtype, 0.0))
+    size = 4096 if session.device.type == "cuda" else 256
+    for dtype in PEAK_DTYPES:
+        session.tell(f"peak of {dtype}")
+        slice_s = session.slice_s(0.01, 1)
+        peaks[dtype] = measure_peak(session.device, dtype, size=size, slice_s=slice_s)
+    return peaks
+
+
+def _host_link_bytes_per_s(session: _Session) -> float:
+    import torch
+
+    from autoplan.profiles.timing import Stopwatch
+
+    source = torch.ones(2**26, device=session.device)
+    target = torch.empty(2**26, pin_memory=True)
+    watch = Stopwatch(device=session.device, slice_s=session.slice_s(0.02, 1))
+    time_s = watch.median_s(lambda: target.copy_(source, non_blocking=True))
+    return float(f"{2**28 / time_s:.4g}")
+
+
+def _measure_intra(session: _Session, profile: DeviceProfile) -> LinkProfile | None:
+    import torch
+
+    is_cuda = session.device.type == "cuda"
+    num_gpus = torch.cuda.device_count() if is_cuda else PROCESSES_PER_HOST
+    degrees = [degree for degree in (2, 4, 8) if degree <= num_gpus]
+    if not degrees:
+        return None
+    curves: list[CollectiveTable] = []
+    for degree in degrees:
+        session.tell(f"collectives of {degree} processes")
+        budget_s = LINK_SHARE * session.budget_s / len(degrees)
+        backend = "nccl" if is_cuda else "gloo"
+        curves += measure_links(degree, budget_s=budget_s, backend=backend)
+    sends = next(curve for curve in curves if curve.collective == "send")
+    reduces = [curve for curve in curves if curve.collective == "all_reduce"][-1]
+    nbytes, time_s = max(reduces.rows)
+    degree = reduces.degree
+    text = f"median over repeats of the slowest of {degrees} processes, one thread each"
+    how = {
+        "latency_s": f"smallest send, {min(sends.rows)[0]} bytes",
+        "bytes_per_s": f"ring bandwidth of an all_reduce of {nbytes} bytes by {degree} processes",
+        "setup_s": "contained in latency_s",
+    }
+    measured = profile.origins["measured"]
+    return LinkProfile(
+        name=f"{profile.name} {'nccl' if is_cuda else 'gloo'}",
+        level="intra",
+        latency_s=min(sends.rows)[1],
+        bytes_per_s=float(f"{2 * (degree - 1) / degree * nbytes / time_s:.4g}"),
+        curves=tuple(curves),
+        origins={
+            "collectives": replace(measured, text=text),
+            **{field: replace(measured, text=note) for field, note in how.items()},
+        },
+        origin_by_field={field: field for field in how},
+    )
+
+
+def _find_device(name: str) -> Any:
+    """Return the `torch.device` that a name means; raise if it is not on this machine."""
+    import torch
+
+    key = name.lower().replace("-", "_")
+    if key == "cpu":
+        return torch.device("cpu")
+    there = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if not there:
+        raise ProfileError(
+            f"cannot measure {name!r}, no CUDA device: this machine has cpu ({cores} cores); "
+            "measure with cpu, or use a shipped profile without measuring"
+        )
+    if key in ("cuda", "gpu"):
+        return torch.device("cuda", 0)
+    known = ALIASES.get(key, key)
+    family = re.sub(r"^rtx_", "", known).split("_")[0]
+    if known not in list_profiles() or family not in there[0].lower():
+        raise ProfileError(
+            f"cannot measure {name!r}: this machine has {', '.join(there)} and cpu "
+            f"({cores} cores); measure with cuda or cpu"
+        )
+    return torch.device("cuda", 0)
+
+
+def _profile_name(device: Any, name: str) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    key = name.lower().replace("-", "_")
+    if key not in ("cuda", "gpu"):
+        return ALIASES.get(key, key)
+    import torch
+
+    return re.sub(r"[^a-z0-9]+", "_", torch.cuda.get_device_name(device).lower()).strip("_")
+
+
+def _memory(device: Any) -> tuple[int, int]:
+    """Return the memory of a device and what is taken before a model comes, bytes."""
+    import torch
+
+    if device.type == "cuda":
+        torch.ones(1, device=device)
+        free, total = torch.cuda.mem_get_info(device)
+        context = total - free - torch.cuda.memory_reserved(device)
+        return total, max(0, context) + DISTRIBUTED_RESERVE_BYTES
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = os.sysconf("SC_PHYS_PAGES") * page // PROCESSES_PER_HOST
+    resident = Path("/proc/self/statm")
+    if resident.exists():
+        used = int(resident.read_text(encoding="ascii").split()[1]) * page
+    else:
+        import resource
+
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    return total, min(used, total // 2)
+
+
+def _description(session: _Session) -> str:
+    if session.device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name(session.device)
+    return f"{_cpu_text()}, {session.num_threads} thread per process"
+
+
+def _cpu_text() -> str:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"cpu: {cores} {platform.machine().replace('_', '-')} cores"
+
+
+def _origins(session: _Session) -> dict[str, Origin]:
+    import torch
+
+    is_cuda = session.device.type == "cuda"
+    measured = Origin(
+        kind="measured",
+        text="median after warm-up, autoplan.profiles.measure",
+        device=_description(session),
+        driver=f"CUDA {torch.version.cuda}" if is_cuda else "",
+        torch_version=torch.__version__,
+        date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+    )
+    context = "context of this process"
+    notes = {
+        "peak": "highest rate of any product measured; float64 and float16 from one product each",
+        "bandwidth": "highest rate of any copy measured, bytes read and written",
+        "optimizer": "AdamW with foreach, 28 bytes per float32 parameter",
+        "memory": "as the driver reports it",
+        "reserve": f"{context}, plus 1.45 GiB for torch.distributed (published for 2 A100)",
+        "host_link": "copy to pinned memory",
+    }
+    if not is_cuda:
+        notes["memory"] = f"physical memory divided by {PROCESSES_PER_HOST} processes"
+        notes["reserve"] = "resident memory of a process that has imported torch"
+        notes["host_link"] = "largest copy within memory, bytes read and written"
+    return {
+        "measured": measured,
+        **{key: replace(measured, text=text) for key, text in notes.items()},
+    }

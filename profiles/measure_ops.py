@@ -1,0 +1,228 @@
+"""Measure matrix products, attention, memory-bound kernels and the optimizer on one device.
+
+Each function measures in an order that covers its range coarsely first, and stops at its deadline:
+a small budget gives a sparse table, never an empty one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from autoplan.profiles.tables import (
+    ATTENTION_DIRECTIONS,
+    GEMM_DIRECTIONS,
+    AttentionDirection,
+    AttentionTable,
+    GemmDirection,
+    GemmTable,
+    MemoryTable,
+)
+from autoplan.profiles.timing import Stopwatch
+
+__all__ = [
+    "ADAMW_BYTES_PER_PARAMETER",
+    "measure_attention",
+    "measure_gemm",
+    "measure_launch_s",
+    "measure_memory",
+    "measure_optimizer_bytes_per_s",
+    "measure_peak",
+]
+
+T = TypeVar("T")
+Progress = Callable[[str], None]
+Row = tuple[int, int, int, float]
+
+ADAMW_BYTES_PER_PARAMETER = 28  # float32: read p, g, m, v and write p, m, v
+CPU_GEMM_SIZES = ((16, 64, 256, 1024), (32, 128, 512), (32, 128, 512))
+CUDA_GEMM_SIZES = (
+    (256, 1024, 4096, 16384),
+    (512, 1024, 2048, 4096, 8192, 16384),
+    (512, 1024, 2048, 4096, 8192, 16384),
+)
+CPU_ATTENTION_SIZES = ((32, 64, 128, 256, 512), (16, 64), (2, 16))
+CUDA_ATTENTION_SIZES = ((512, 1024, 2048, 4096, 8192, 16384), (64, 128), (8, 32, 128))
+
+MAX_ATTENTION_ROWS = 2**19  # seq * batch * heads: stays below the memory of small GPUs
+
+
+def measure_gemm(
+    device: Any,
+    dtype: str,
+    *,
+    deadline: float,
+    slice_s: float,
+    origin: str,
+    shapes: Sequence[tuple[int, int, int]] = (),
+    progress: Progress = lambda message: None,
+) -> tuple[GemmTable, ...]:
+    """Return GEMM tables of each direction.
+
+    Args:
+        device: a `torch.device`.
+        dtype: name such as `float32`.
+        deadline: `time.monotonic()` at which to stop.
+        slice_s: seconds for one point.
+        origin: id of the origin of the rows.
+        shapes: (m, n, k) to measure before the grid.
+        progress: told about each shape.
+    """
+    import torch
+
+    watch = Stopwatch(device=device, slice_s=slice_s)
+    sizes = CUDA_GEMM_SIZES if device.type == "cuda" else CPU_GEMM_SIZES
+    grid = [*shapes, *_coarse_first(list(itertools.product(*sizes)))]
+    rows: dict[GemmDirection, dict[tuple[int, int, int], float]] = {}
+    for m, n, k in _until(deadline, grid):
+        progress(f"{dtype} gemm {m} x {n} x {k}")
+        for direction in GEMM_DIRECTIONS:
+            run = _product(torch, device, getattr(torch, dtype), direction, m, n, k)
+            rate = 2.0 * m * n * k / watch.median_s(run)
+            rows.setdefault(direction, {})[m, n, k] = _rounded(rate)
+    return tuple(
+        GemmTable(
+            dtype=dtype,
+            direction=direction,
+            origin=origin,
+            rows=tuple((*shape, rate) for shape, rate in sorted(found.items())),
+        )
+        for direction, found in rows.items()
+    )
+
+
+def _product(
+    torch: Any, device: Any, dtype: Any, direction: GemmDirection, m: int, n: int, k: int
+) -> Callable[[], object]:
+    """Return a product in the memory layout that autograd of a linear layer gives."""
+    left = torch.randn((k, m) if direction == "wgrad" else (m, k), device=device).to(dtype)
+    right = torch.randn((n, k) if direction == "forward" else (k, n), device=device).to(dtype)
+    left = left.t() if direction == "wgrad" else left
+    right = right.t() if direction == "forward" else right
+    out = torch.empty((m, n), device=device, dtype=dtype)
+    return lambda: torch.mm(left, right, out=out)
+
+
+def measure_peak(device: Any, dtype: str, *, size: int, slice_s: float) -> float:
+    """Return the FLOP/s of one square product, for dtypes that get no table."""
+    import torch
+
+    run = _product(torch, device, getattr(torch, dtype), "dgrad", size, size, size)
+    return _rounded(2.0 * size**3 / Stopwatch(device=device, slice_s=slice_s).median_s(run))
+
+
+def measure_attention(
+    device: Any,
+    dtype: str,
+    *,
+    deadline: float,
+    slice_s: float,
+    origin: str,
+    progress: Progress = lambda message: None,
+) -> tuple[AttentionTable, ...]:
+    """Return attention tables of each direction and mask; arguments as `measure_gemm`."""
+    import torch
+
+    watch = Stopwatch(device=device, slice_s=slice_s)
+    sizes = CUDA_ATTENTION_SIZES if device.type == "cuda" else CPU_ATTENTION_SIZES
+    rows: dict[tuple[AttentionDirection, bool], list[Row]] = {}
+    grid = [p for p in itertools.product(*sizes) if p[0] * p[2] <= MAX_ATTENTION_ROWS]
+    for seq, head_dim, groups in _until(deadline, _coarse_first(grid)):
+        progress(f"{dtype} attention of {groups} heads, {seq} x {head_dim}")
+        for is_causal in (False, True):
+            shape = (1, groups, seq, head_dim)
+            tensors = [torch.randn(shape, device=device).to(getattr(torch, dtype)) for _ in "qkv"]
+            runs = _attention_runs(torch, tensors, is_causal)
+            flops = 4.0 * groups * seq * seq * head_dim / (2 if is_causal else 1)
+            for direction, run in zip(ATTENTION_DIRECTIONS, runs, strict=True):
+                work = flops * (2.5 if direction == "backward" else 1.0)
+                row = (seq, head_dim, groups, _rounded(work / watch.median_s(run)))
+                rows.setdefault((direction, is_causal), []).append(row)
+    return tuple(
+        AttentionTable(
+            dtype=dtype,
+            direction=direction,
+            causal=is_causal,
+            origin=origin,
+            rows=tuple(sorted(found)),
+        )
+        for (direction, is_causal), found in rows.items()
+    )
+
+
+def _attention_runs(
+    torch: Any, tensors: list[Any], is_causal: bool
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    query, key, value = (tensor.requires_grad_() for tensor in tensors)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    out = attend(query, key, value, is_causal=is_causal)
+    gradient = torch.randn_like(out)
+    return (
+        lambda: attend(query, key, value, is_causal=is_causal),
+        lambda: torch.autograd.grad(out, (query, key, value), gradient, retain_graph=True),
+    )
+
+
+def measure_memory(
+    device: Any, *, deadline: float, slice_s: float, origin: str
+) -> tuple[MemoryTable, ...]:
+    """Return the speeds of copies from 64 KiB to 64 MiB (CUDA: to 1 GiB) read and written."""
+    import torch
+
+    watch = Stopwatch(device=device, slice_s=slice_s)
+    rows: list[tuple[int, float]] = []
+    largest = 29 if device.type == "cuda" else 25
+    sizes = [2**exponent for exponent in range(15, largest + 1, 2)]
+    for size in _until(deadline, sizes[::-1]):
+        source = torch.ones(size // 4, device=device)
+        target = torch.empty_like(source)
+        time_s = watch.median_s(lambda t=target, s=source: t.copy_(s))  # type: ignore[misc]
+        rows.append((2 * size, _rounded(2 * size / time_s)))
+    return (MemoryTable(origin=origin, rows=tuple(sorted(rows))),)
+
+
+def measure_launch_s(device: Any, *, slice_s: float) -> float:
+    """Return the seconds of an elementwise kernel on eight numbers: dispatch and launch."""
+    import torch
+
+    left = torch.ones(8, device=device)
+    watch = Stopwatch(device=device, slice_s=slice_s)
+    return float(f"{watch.median_s(lambda: torch.add(left, left), calls=200):.4g}")
+
+
+def measure_optimizer_bytes_per_s(device: Any, *, slice_s: float, num_parameters: int) -> float:
+    """Return the bytes per second of AdamW with foreach on float32 parameters.
+
+    Counted are 28 bytes a parameter, `ADAMW_BYTES_PER_PARAMETER`.
+    """
+    import torch
+
+    parameters = [
+        torch.nn.Parameter(torch.ones(num_parameters // 4, device=device)) for _ in "abcd"
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, foreach=True)
+    time_s = Stopwatch(device=device, slice_s=slice_s).median_s(optimizer.step)
+    return _rounded(4 * (num_parameters // 4) * ADAMW_BYTES_PER_PARAMETER / time_s)
+
+
+def _coarse_first(points: list[T]) -> list[T]:
+    """Return the points ordered so that every prefix is spread over the grid (bit reversal)."""
+    bits = max(1, (len(points) - 1).bit_length())
+    order = sorted(range(len(points)), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
+    return [points[i] for i in order]
+
+
+def _until(deadline: float, points: Iterable[T]) -> Iterator[T]:
+    """Yield points until the deadline has passed, and the first one in any case."""
+    for index, point in enumerate(points):
+        if index and time.monotonic() > deadline:
+            return
+        yield point
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.4g}")
