@@ -63,15 +63,13 @@ def stage_time_bounds(
 
     UNREACHABLE where start >= end or where the blocks need more than `room` in any case.
     """
-    times = [_column(block, "time", live) for block in blocks]
-    held = [_column(block, "held", live) for block in blocks]
+    times, held = _option_table(blocks, live)
     working = np.array([min(option.working for option in block) for block in blocks])
-    peak = _interval_max(working)
-    least_held = _interval_sums(np.array([values.min() for values in held]))
-    spare = room - peak
-    bounds = _interval_sums(np.array([values.min() for values in times]))
+    spare = room - _interval_max(working)
+    least_held = _interval_sums(held.min(axis=1))
+    bounds = _interval_sums(times.min(axis=1))
     for price in _prices(times, held):
-        priced = np.array([(t + price * h).min() for t, h in zip(times, held, strict=True)])
+        priced = (times + price * held).min(axis=1)
         slack = _BOUND_SLACK * (priced.sum() + price * np.abs(spare))
         bounds = np.maximum(bounds, _interval_sums(priced) - price * spare - slack)
     rounded = np.ceil(bounds * (1.0 - _BOUND_SLACK))
@@ -80,11 +78,18 @@ def stage_time_bounds(
     return np.where(impossible, UNREACHABLE, np.clip(rounded, 0, UNREACHABLE)).astype(np.int64)
 
 
-def _column(block: Sequence[BlockOption], which: str, live: int) -> NDArray[np.float64]:
-    """Return the times, or the memory held by `live` micro-batches, of a block's options."""
-    if which == "time":
-        return np.array([float(option.forward + option.backward) for option in block])
-    return np.array([float(option.static + live * option.kept) for option in block])
+def _option_table(
+    blocks: Sequence[Sequence[BlockOption]], live: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return [block, option] times and memory held by `live` micro-batches.
+
+    Blocks with fewer options than others repeat their last one.
+    """
+    width = max(len(block) for block in blocks)
+    rows = [[block[min(index, len(block) - 1)] for index in range(width)] for block in blocks]
+    times = [[option.forward + option.backward for option in row] for row in rows]
+    held = [[option.static + live * option.kept for option in row] for row in rows]
+    return np.array(times, dtype=np.float64), np.array(held, dtype=np.float64)
 
 
 def _interval_sums(values: NDArray[Any]) -> NDArray[np.float64]:
@@ -102,13 +107,11 @@ def _interval_max(values: NDArray[Any]) -> NDArray[np.float64]:
     return peaks
 
 
-def _prices(
-    times: Sequence[NDArray[np.float64]], held: Sequence[NDArray[np.float64]]
-) -> list[float]:
+def _prices(times: NDArray[np.float64], held: NDArray[np.float64]) -> list[float]:
     """Return prices of memory in ticks per unit, spread over the blocks' own exchange rates."""
     rates = set()
-    for own_times, own_held in {(tuple(t), tuple(h)) for t, h in zip(times, held, strict=True)}:
-        points = sorted(zip(own_held, own_times, strict=True))
+    for own_times, own_held in np.unique(np.stack([times, held], axis=1), axis=0):
+        points = sorted(zip(own_held.tolist(), own_times.tolist(), strict=True))
         for (less, slow), (more, fast) in pairwise(points):
             if more > less and slow > fast:
                 rates.add((slow - fast) / (more - less))
