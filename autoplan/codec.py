@@ -21,7 +21,7 @@ T = TypeVar("T")
 def encode(value: object) -> Any:
     """Return `value` as plain JSON types; dataclasses become objects, tuples become arrays."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {f.name: encode(getattr(value, f.name)) for f in _json_fields(value)}
     if isinstance(value, Mapping):
         return {str(key): encode(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -57,6 +57,11 @@ def loads(kind: type[T], text: str, path: str = "") -> T:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path or 'input'}: not JSON: {error}") from None
     return decode(kind, document, path)
+
+
+def _json_fields(value: Any) -> list[dataclasses.Field[Any]]:
+    """Return the fields of a dataclass, less those marked `metadata={"json": False}`."""
+    return [f for f in dataclasses.fields(value) if f.metadata.get("json", True)]
 
 
 def _fail(path: str, expected: str, value: Any) -> typing.NoReturn:
@@ -131,7 +136,7 @@ def _decode_dataclass(kind: Any, value: Any, path: str) -> Any:
     if not isinstance(value, dict):
         _fail(path, f"an object ({kind.__name__})", value)
     hints = typing.get_type_hints(kind)
-    fields = {f.name: f for f in dataclasses.fields(kind)}
+    fields = {f.name: f for f in _json_fields(kind)}
     where = f"{path}." if path else ""
     for key in value:
         if key not in fields:

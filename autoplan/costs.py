@@ -92,6 +92,8 @@ class Pricer:
     _bases: dict[tuple[int, int, object], _BlockBase] = field(default_factory=dict)
     _timers: dict[int, Timer] = field(default_factory=dict)
     _shared: dict[int, frozenset[str]] | None = None
+    _options: dict[tuple[object, ...], BlockOption] = field(default_factory=dict)
+    _held: list[frozenset[str]] | None = None
 
     def decisions(self, block: int, tp: int) -> tuple[Decision, ...]:
         """Return the frontier of a block class at a tensor-parallel degree, fastest first."""
@@ -277,9 +279,17 @@ class Pricer:
         Memory is in units of `memory_unit`, time in ticks of a nanosecond. The last block of the
         chain runs its backward first, so what it keeps counts as working memory only.
         """
-        held: set[str] = set()
-        for earlier in range(call) if setting.pp == 1 else ():
-            held.update(self._canonical_states(earlier))
+        is_last = call == len(self.trace.calls) - 1
+        shared = self._shared_before(call) if setting.pp == 1 else frozenset()
+        trace_call = self.trace.calls[call]
+        key = (trace_call.block, decision.key, setting, live, is_last, shared)
+        if key not in self._options:
+            self._options[key] = self._make_option(call, decision, setting, live, set(shared))
+        return self._options[key]
+
+    def _make_option(
+        self, call: int, decision: Decision, setting: Setting, live: int, held: set[str]
+    ) -> BlockOption:
         block = self.stage_block(call, decision, setting, held)
         price = self.price(call, decision, setting)
         group, memory = block.group, block.memory
@@ -320,9 +330,17 @@ class Pricer:
             working=-(-working // unit),
         )
 
-    def _canonical_states(self, call: int) -> set[str]:
-        canonical = {fqn: group[0] for group in self.trace.shared for fqn in group}
-        return {canonical.get(fqn, fqn) for fqn in self.trace.calls[call].states}
+    def _shared_before(self, call: int) -> frozenset[str]:
+        """Return the parameters of a call that earlier calls read too."""
+        if self._held is None:
+            canonical = {fqn: group[0] for group in self.trace.shared for fqn in group}
+            seen: set[str] = set()
+            self._held = []
+            for trace_call in self.trace.calls:
+                own = {canonical.get(fqn, fqn) for fqn in trace_call.states}
+                self._held.append(frozenset(own & seen))
+                seen |= own
+        return self._held[call]
 
     @property
     def memory_unit(self) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from autoplan.graph import BlockTrace, OpTrace, Placement, ShardOption
 from autoplan.local import localize
 from autoplan.plan import Recompute
-from autoplan.search.choice import frontier
+from autoplan.search.frontier import frontier
 from autoplan.search.problem import ChoiceOption, ChoiceProblem, ChoiceSolution, Consumer, Link
 from autoplan.times import OpTime, Timer
 from autoplan.transitions import transition

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from autoplan import codec
 from autoplan.errors import PlanError
@@ -201,6 +201,7 @@ class Plan:
         simpler: simpler strategies, for comparison.
         provenance: profile, origins, versions, seed, cluster.
         notes: what a reader must know.
+        attached: the example batch and loss function of the planning process; not in the JSON.
     """
 
     schema_version: int = 1
@@ -223,6 +224,7 @@ class Plan:
     simpler: tuple[Simpler, ...] = ()
     provenance: dict[str, str]
     notes: tuple[str, ...] = ()
+    attached: Any = field(default=None, compare=False, repr=False, metadata={"json": False})
 
     def to_json(self) -> str:
         """Return readable JSON text."""

@@ -1,0 +1,459 @@
+"""Search for the fastest plan that fits, and price given configurations.
+
+    model, batch -> traces (one per micro-batch size) -> settings -> search -> Plan
+
+Level 3 walks the settings best-first; each is bounded from below by its FLOPs, then by its fastest
+blocks, and solved by the pipeline search of level 2 over the frontiers of level 1. What wins is
+priced again exactly, beside the simpler strategies that people would try.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoplan.capture import LossFn, batch_rows
+from autoplan.cluster import Cluster
+from autoplan.costs import TICK_S, PlanPrice, Pricer
+from autoplan.errors import InfeasibleError, SearchLimitError
+from autoplan.frontiers import Decision
+from autoplan.graph import Trace
+from autoplan.plan import Plan, SearchRecord, Simpler
+from autoplan.plan_writer import write_plan
+from autoplan.search.mesh import Candidate, MeshResult, Progress, Refinement, search_settings
+from autoplan.search.pipeline import solve_pipeline
+from autoplan.search.problem import PipelineProblem, PipelineSolution, Run
+from autoplan.scaling import interpolate
+from autoplan.settings import Optimizer, Setting, Workload, check_pins, settings_of
+from autoplan.simple import simple_strategies
+from autoplan.times import Tally
+from autoplan.tracer import trace
+from autoplan.units import format_bytes
+
+__all__ = ["Planner", "optimize"]
+
+_TRACED_ROWS = (2, 4)
+_PEAK_EFFICIENCY = 1.0  # a lower bound may assume that kernels reach the peak
+
+
+@dataclass(slots=True)
+class Planner:
+    """Everything of one planning problem: model, batch, cluster, workload, and caches.
+
+    Attributes:
+        model: on any device, `meta` too.
+        batch: example input, see `autoplan.capture.capture`.
+        loss_fn: likewise.
+        cluster: the devices.
+        workload: batch size, optimizer, precision.
+        pins: settings that are fixed.
+        name: of the model, for reports.
+    """
+
+    model: nn.Module
+    batch: Any
+    loss_fn: LossFn | None
+    cluster: Cluster
+    workload: Workload
+    pins: Mapping[str, Any]
+    name: str
+    tally: Tally = field(default_factory=Tally)
+    trace_time_s: float = 0.0
+    _traces: dict[int, Trace] = field(default_factory=dict)
+    _exact: dict[int, Trace] = field(default_factory=dict)
+    _pricers: dict[int, Pricer] = field(default_factory=dict)
+    _pricers_unpinned: dict[int, Pricer] = field(default_factory=dict)
+
+    def trace(self, microbatch_size: int) -> Trace:
+        """Return the trace for a micro-batch size; sizes above 4 follow from those of 2 and 4."""
+        if microbatch_size not in self._traces:
+            found = None
+            if microbatch_size > _TRACED_ROWS[1]:
+                low, high = (self.exact_trace(rows) for rows in _TRACED_ROWS)
+                found = interpolate(low, high, microbatch_size)
+            self._traces[microbatch_size] = found or self.exact_trace(microbatch_size)
+        return self._traces[microbatch_size]
+
+    def exact_trace(self, microbatch_size: int) -> Trace:
+        """Return the trace of the program captured at a micro-batch size; each is made once."""
+        if microbatch_size not in self._exact:
+            start = time.perf_counter()
+            self._exact[microbatch_size] = trace(
+                self.model,
+                self.batch,
+                self.loss_fn,
+                microbatch_size=microbatch_size,
+                backend="cpu" if self.cluster.device.name.startswith("cpu") else "cuda",
+            )
+            self.trace_time_s += time.perf_counter() - start
+        return self._exact[microbatch_size]
+
+    def pricer(self, microbatch_size: int, *, pinned: bool = True) -> Pricer:
+        """Return the pricer for a micro-batch size, with or without the recompute pin."""
+        pricers = self._pricers if pinned else self._pricers_unpinned
+        if microbatch_size not in pricers:
+            pricers[microbatch_size] = Pricer(
+                trace=self.trace(microbatch_size),
+                cluster=self.cluster,
+                workload=self.workload,
+                recompute=self.pins.get("recompute") if pinned else None,
+                tally=self.tally,
+            )
+        return pricers[microbatch_size]
+
+    def settings(self) -> list[Setting]:
+        """Return every setting of the space under the pins.
+
+        Raises:
+            ValueError: the pins or the batch leave none; says which numbers would do.
+        """
+        some = self._smallest_trace()
+        found = list(settings_of(self.cluster, self.workload, len(some.calls), self.pins))
+        if not found:
+            raise ValueError(self._why_no_setting(len(some.calls)))
+        return found
+
+    def _smallest_trace(self) -> Trace:
+        size = self.pins.get("microbatch_size", 1)
+        return self.trace(size)
+
+    def _why_no_setting(self, num_blocks: int) -> str:
+        world, batch = self.cluster.world_size, self.workload.global_batch_size
+        degrees = [d for d in range(1, world + 1) if world % d == 0 and batch % d == 0]
+        pins = ", ".join(f"{k}={v}" for k, v in self.pins.items()) or "no pins"
+        return (
+            f"no setting is possible for {world} devices, global batch {batch} and {pins}: "
+            f"dp * tp * pp must be {world}, and dp * num_microbatches * microbatch_size must be "
+            f"{batch} (dp may be {', '.join(map(str, degrees))}), with num_microbatches >= pp and "
+            f"pp <= {num_blocks} blocks"
+        )
+
+    def flops_bound(self, setting: Setting) -> int:
+        """Return ticks below which no plan of the setting can be: its FLOPs at the peak rate."""
+        some = self._smallest_trace()
+        per_row = sum(
+            op.forward_flops + op.backward_flops
+            for call in some.calls
+            for op in some.blocks[call.block].ops
+        ) / max(1, some.microbatch_size)
+        peak = max(self.cluster.device.peak_flops_per_s.values()) * _PEAK_EFFICIENCY
+        seconds = per_row * self.workload.global_batch_size / peak / self.cluster.world_size
+        return int(seconds / TICK_S)
+
+    def refine(self, setting: Setting) -> Refinement:
+        """Return a bound from the fastest way to run each block, or why nothing fits."""
+        pricer = self.pricer(setting.microbatch_size)
+        total, slowest, once, static = 0, 0, 0, 0
+        live = setting.live()[0]
+        held: set[int] = set()
+        for call in range(len(pricer.trace.calls)):
+            block = pricer.trace.calls[call].block
+            decisions = pricer.decisions(block, setting.tp)
+            options = [pricer.option(call, d, setting, live) for d in decisions]
+            fastest = min(o.forward + o.backward for o in options)
+            total += fastest
+            slowest = max(slowest, fastest)
+            once += min(o.once for o in options)
+            static += min(o.static for o in options)
+            held.add(block)
+        unit = pricer.memory_unit
+        capacity = self.cluster.capacity_bytes // unit
+        if static > capacity * setting.pp:
+            need = static * unit // setting.pp
+            return Refinement(
+                infeasible=f"parameters, gradients and optimizer state alone need "
+                f"{format_bytes(need)} a device"
+            )
+        m = setting.num_microbatches
+        bound = total + (m - 1) * max(slowest, -(-total // setting.pp)) + -(-once // setting.pp)
+        return Refinement(bound=bound)
+
+    def problem(self, setting: Setting) -> tuple[PipelineProblem, list[tuple[Decision, ...]]]:
+        """Return the pipeline problem of a setting, and the decisions of each of its calls."""
+        pricer = self.pricer(setting.microbatch_size)
+        live = setting.live()
+        runs: list[Run] = []
+        per_call: list[tuple[Decision, ...]] = []
+        previous: Any = None
+        for call, trace_call in enumerate(pricer.trace.calls):
+            decisions = pricer.decisions(trace_call.block, setting.tp)
+            per_call.append(decisions)
+            is_last = call == len(pricer.trace.calls) - 1
+            options = tuple(
+                pricer.option(call, d, setting, live[-1] if is_last else live[0]) for d in decisions
+            )
+            key = (trace_call.block, options)
+            if runs and key == previous:
+                runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
+            else:
+                runs.append(Run(count=1, options=options))
+            previous = key
+        return self._pipeline(setting, pricer, tuple(runs), live), per_call
+
+    def _pipeline(
+        self, setting: Setting, pricer: Pricer, runs: tuple[Run, ...], live: tuple[int, ...]
+    ) -> PipelineProblem:
+        unit = pricer.memory_unit
+        num_calls = len(pricer.trace.calls)
+        crossing = max(pricer.trace.crossing_bytes, default=0) if setting.pp > 1 else 0
+        fastest = [pricer.decisions(c.block, setting.tp)[0] for c in pricer.trace.calls]
+        side = pricer.side_bytes(range(num_calls), fastest, setting.tp)
+        fixed, boundary = [], []
+        for stage in range(setting.pp):
+            neighbours = (stage > 0) + (stage < setting.pp - 1)
+            transfer = crossing * neighbours * setting.num_microbatches
+            nbytes = side * live[stage] + pricer.batch_bytes(setting) + transfer
+            fixed.append(-(-nbytes // unit))
+            boundary.append(
+                int(neighbours * self._slowest_cut_s(setting, pricer) / TICK_S) if neighbours else 0
+            )
+        return PipelineProblem(
+            runs=runs,
+            num_microbatches=setting.num_microbatches,
+            live=live,
+            capacity=(self.cluster.capacity_bytes // unit,) * setting.pp,
+            fixed=tuple(fixed),
+            boundary=tuple(boundary),
+        )
+
+    def _slowest_cut_s(self, setting: Setting, pricer: Pricer) -> float:
+        cuts = range(1, len(pricer.trace.calls))
+        return max((pricer.boundary_s(setting, cut) for cut in cuts), default=0.0)
+
+    def solve(self, setting: Setting, cutoff: int | None, time_limit_s: float) -> PipelineSolution:
+        """Return the best cuts and options of a setting."""
+        problem, _ = self.problem(setting)
+        return solve_pipeline(problem, cutoff=cutoff, time_limit_s=time_limit_s)
+
+    def search(
+        self,
+        *,
+        time_limit_s: float,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> tuple[MeshResult, dict[str, Setting]]:
+        """Return the result of the search over all settings, and the settings by name."""
+        settings = {str(s): s for s in self.settings()}
+        candidates = [
+            Candidate(
+                name=name,
+                key=setting.simplicity,
+                lower_bound=self.flops_bound(setting),
+                refine=lambda s=setting: self.refine(s),  # type: ignore[misc]
+                solve=lambda cutoff, limit, s=setting: self.solve(s, cutoff, limit),  # type: ignore[misc]
+            )
+            for name, setting in settings.items()
+        ]
+        result = search_settings(candidates, time_limit_s=time_limit_s, progress=progress)
+        return result, settings
+
+    def decided(
+        self, setting: Setting, solution: PipelineSolution
+    ) -> tuple[tuple[int, ...], list[Decision]]:
+        """Return stage ends and one decision per call of a solution."""
+        _, per_call = self.problem(setting)
+        chosen = [
+            decisions[option] for decisions, option in zip(per_call, solution.options, strict=True)
+        ]
+        return solution.ends, chosen
+
+    def write(
+        self,
+        setting: Setting,
+        ends: Sequence[int],
+        decisions: Sequence[Decision],
+        search: SearchRecord,
+        simpler: tuple[Simpler, ...] = (),
+    ) -> Plan:
+        """Return the plan of decided cuts and options, with its exact price."""
+        exact = self.exact_trace(setting.microbatch_size)
+        pricer = replace_trace(self.pricer(setting.microbatch_size), exact)
+        price = pricer.plan_price(setting, ends, decisions)
+        plan = write_plan(
+            trace=exact,
+            pricer=pricer,
+            setting=setting,
+            ends=ends,
+            decisions=decisions,
+            price=price,
+            search=search,
+            simpler=simpler,
+            model_name=self.name,
+            lookups=dict(self.tally.counts),
+        )
+        return replace(plan, attached=(self.batch, self.loss_fn))
+
+
+def replace_trace(pricer: Pricer, exact: Trace) -> Pricer:
+    """Return the pricer itself if it prices that trace, else one that does."""
+    if pricer.trace is exact:
+        return pricer
+    return Pricer(
+        trace=exact,
+        cluster=pricer.cluster,
+        workload=pricer.workload,
+        recompute=pricer.recompute,
+        tally=pricer.tally,
+    )
+
+
+def make_planner(
+    model: nn.Module,
+    cluster: Cluster | str,
+    batch: Any = None,
+    *,
+    global_batch_size: int | None = None,
+    optimizer: str | type[torch.optim.Optimizer] = "AdamW",
+    loss_fn: LossFn | None = None,
+    mixed_precision: str = "auto",
+    name: str | None = None,
+    pins: Mapping[str, Any] | None = None,
+) -> Planner:
+    """Return the planning problem that `optimize` and `estimate` are asked.
+
+    Raises:
+        ValueError: a setting has a wrong name or value.
+        TraceError: the model cannot be captured, or has no batch and none can be made.
+    """
+    pins = dict(pins or {})
+    check_pins(pins)
+    cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    if batch is None:
+        from autoplan.models import example_batch
+
+        batch = example_batch(model)
+    rows = global_batch_size if global_batch_size is not None else batch_rows(batch)
+    if rows < 1:
+        raise ValueError(f"global_batch_size is {rows}; it must be at least 1")
+    optimizer_name = optimizer if isinstance(optimizer, str) else optimizer.__name__
+    is_gpu = not cluster.device.name.startswith("cpu")
+    workload = Workload(
+        global_batch_size=rows,
+        optimizer=Optimizer.named(optimizer_name, is_foreach=is_gpu),
+        mixed_precision=_precision(model, mixed_precision, is_gpu),
+        parameter_bytes_per_traced_byte=1,
+    )
+    if workload.mixed_precision != "none":
+        workload = replace(workload, parameter_bytes_per_traced_byte=2)
+    return Planner(
+        model=model,
+        batch=batch,
+        loss_fn=loss_fn,
+        cluster=cluster,
+        workload=workload,
+        pins=pins,
+        name=name or type(model).__name__,
+    )
+
+
+def _precision(model: nn.Module, wanted: str, is_gpu: bool) -> Any:
+    """Return the precision: `auto` trains a bfloat16 model with float32 master parameters."""
+    if wanted not in ("auto", "none", "bfloat16"):
+        raise ValueError(f"mixed_precision={wanted!r}; allowed are auto, none, bfloat16")
+    dtypes = {p.dtype for p in model.parameters()}
+    if wanted == "auto":
+        return "bfloat16" if is_gpu and dtypes == {torch.bfloat16} else "none"
+    if wanted == "bfloat16" and dtypes != {torch.bfloat16}:
+        raise ValueError(
+            "mixed_precision='bfloat16' plans a model built in bfloat16 with float32 master "
+            f"parameters; this one has {', '.join(sorted(map(str, dtypes)))}: build it on the meta "
+            "device in bfloat16 for planning"
+        )
+    return wanted
+
+
+def optimize(
+    model: nn.Module,
+    cluster: Cluster | str,
+    batch: Any = None,
+    *,
+    global_batch_size: int | None = None,
+    optimizer: str | type[torch.optim.Optimizer] = "AdamW",
+    loss_fn: LossFn | None = None,
+    mixed_precision: str = "auto",
+    name: str | None = None,
+    time_limit_s: float = 120.0,
+    progress: Callable[[Progress], None] | None = None,
+    compare: bool = True,
+    **pins: Any,
+) -> Plan:
+    """Return the fastest plan that fits, with its proof.
+
+    Args:
+        model: any module, on any device, `meta` too; it is left as it is.
+        cluster: the devices, or text such as `4x8:a100_sxm_80gb`.
+        batch: example input; may be left out where the model can say what its inputs are.
+        global_batch_size: rows of a step over all devices; default: the rows of `batch`.
+        optimizer: class or name.
+        loss_fn: see `autoplan.capture.capture`.
+        mixed_precision: `auto`: a bfloat16 model on GPUs has float32 master parameters; `none`: its
+            own dtype throughout; `bfloat16`.
+        name: of the model in reports.
+        time_limit_s: after it, the best plan so far is returned with its gap.
+        progress: called as the search goes on.
+        compare: price simpler strategies beside the plan.
+        **pins: fixed settings: dp, tp, pp, zero_stage, microbatch_size, num_microbatches,
+            recompute.
+
+    Raises:
+        InfeasibleError: nothing fits; says the need, the capacity, the category and a remedy.
+        SearchLimitError: the time limit came before any plan.
+        TraceError, ValueError: the model or a setting is wrong.
+    """
+    planner = make_planner(
+        model,
+        cluster,
+        batch,
+        global_batch_size=global_batch_size,
+        optimizer=optimizer,
+        loss_fn=loss_fn,
+        mixed_precision=mixed_precision,
+        name=name,
+        pins=pins,
+    )
+    result, settings = planner.search(time_limit_s=time_limit_s, progress=progress)
+    if result.best_name is None or result.solution is None:
+        if result.status == "infeasible":
+            from autoplan.remedies import explain_infeasible
+
+            raise InfeasibleError(explain_infeasible(planner, result))
+        raise SearchLimitError(
+            f"the search ended after {result.wall_time_s:.1f} s without a plan: raise time_limit_s "
+            "or pin a setting (tp, pp, microbatch_size)"
+        )
+    setting = settings[result.best_name]
+    ends, decisions = planner.decided(setting, result.solution)
+    record = _record(result)
+    simpler = simple_strategies(planner) if compare else ()
+    plan = planner.write(setting, ends, decisions, record, tuple(s.row for s in simpler))
+    fitting = [s for s in simpler if s.row.fits and s.obeys(planner.pins)]
+    best = min(fitting, key=lambda s: s.row.step_time_s, default=None)
+    if best is not None and best.row.step_time_s < plan.predicted.step_time_s * (1 - 1e-9):
+        record = replace(record, objective_s=best.row.step_time_s)
+        return planner.write(
+            best.setting, best.ends, best.decisions, record, tuple(s.row for s in simpler)
+        )
+    return plan
+
+
+def _record(result: MeshResult) -> SearchRecord:
+    objective = (result.objective or 0) * TICK_S
+    kinds = ("best", "slower", "cut", "infeasible", "unexplored")
+    return SearchRecord(
+        status="optimal" if result.status == "optimal" else "feasible",
+        objective_s=objective,
+        bound_s=result.bound * TICK_S,
+        gap=result.gap or 0.0,
+        wall_time_s=result.wall_time_s,
+        settings={kind: result.count(kind) for kind in kinds},  # type: ignore[arg-type]
+        outcomes={o.name: f"{o.kind}: {o.reason}" for o in result.outcomes},
+    )
+
+
+def price_summary(price: PlanPrice) -> str:
+    """Return one line of a price, for messages."""
+    return f"{price.step_time_s:.4g} s a step, peak {format_bytes(price.peak_memory_bytes)}"

@@ -1,0 +1,63 @@
+"""The trace of one micro-batch size from the traces of two others, where all numbers are affine.
+
+Every count of a trace (shapes, bytes, FLOPs) is a constant plus a multiple of the rows as long as
+the graph is the same. Two traces give both; anything that is not a number must be equal in them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from autoplan import codec
+from autoplan.graph import Trace
+
+__all__ = ["interpolate"]
+
+_IGNORED = ("fingerprint",)
+
+
+class _Different(Exception):
+    """The two traces differ in more than numbers."""
+
+
+def interpolate(low: Trace, high: Trace, rows: int) -> Trace | None:
+    """Return the trace for micro-batches of `rows`, or None where the two traces do not allow it.
+
+    Args:
+        low, high: traces of the same model for two micro-batch sizes, `low` the smaller.
+        rows: the size wanted.
+
+    Returns:
+        A trace whose fingerprints are empty: it belongs to no captured program.
+    """
+    a, b = low.microbatch_size, high.microbatch_size
+    try:
+        document = _affine(codec.encode(low), codec.encode(high), a, b, rows)
+    except _Different:
+        return None
+    found = codec.decode(Trace, document, "trace")
+    return replace(found, microbatch_size=rows)
+
+
+def _affine(low: Any, high: Any, a: int, b: int, rows: int, key: str = "") -> Any:
+    if type(low) is not type(high):
+        raise _Different
+    if key in _IGNORED:
+        return ""
+    if isinstance(low, dict):
+        if low.keys() != high.keys():
+            raise _Different
+        return {k: _affine(v, high[k], a, b, rows, k) for k, v in low.items()}
+    if isinstance(low, list):
+        if len(low) != len(high):
+            raise _Different
+        return [_affine(x, y, a, b, rows, key) for x, y in zip(low, high, strict=True)]
+    if isinstance(low, int) and not isinstance(low, bool):
+        slope, rest = divmod(high - low, b - a)
+        if rest:
+            raise _Different
+        return low + slope * (rows - a)
+    if low != high:
+        raise _Different
+    return low

@@ -1,0 +1,129 @@
+"""The simpler strategies that people try first, priced by the same model as the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from autoplan.frontiers import Decision
+from autoplan.plan import Recompute, Simpler
+from autoplan.settings import Setting, settings_of
+
+if TYPE_CHECKING:
+    from autoplan.planner import Planner
+
+__all__ = ["Strategy", "even_ends", "simple_decisions", "simple_strategies"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """A simpler strategy, decided and priced."""
+
+    row: Simpler
+    setting: Setting
+    ends: tuple[int, ...]
+    decisions: tuple[Decision, ...]
+
+    def obeys(self, pins: Mapping[str, Any]) -> bool:
+        """Return whether the strategy keeps to the pinned settings."""
+        own = {k: getattr(self.setting, k) for k in pins if k != "recompute"}
+        modes = {d.recompute.mode for d in self.decisions}
+        wanted = pins.get("recompute")
+        is_mode = wanted is None or modes <= {wanted, "none"}
+        return is_mode and all(pins[key] == value for key, value in own.items())
+
+
+def even_ends(num_calls: int, num_stages: int) -> tuple[int, ...]:
+    """Return stage ends that give every stage the same number of blocks, as near as can be."""
+    return tuple(num_calls * (s + 1) // num_stages for s in range(num_stages))
+
+
+def simple_decisions(planner: Planner, setting: Setting, recompute: str) -> list[Decision]:
+    """Return one decision per call: the fastest placements, and one recompute mode for all blocks.
+
+    Glue (embedding, head, loss) is never recomputed by these.
+    """
+    pricer = planner.pricer(setting.microbatch_size, pinned=False)
+    chosen = []
+    for call in pricer.trace.calls:
+        fastest = next(
+            d for d in pricer.decisions(call.block, setting.tp) if d.recompute.mode == "none"
+        )
+        is_glue = pricer.trace.blocks[call.block].is_glue
+        mode = "none" if is_glue or recompute == "none" else "full"
+        chosen.append(Decision(axes=fastest.axes, recompute=Recompute(mode=mode)))  # type: ignore[arg-type]
+    return chosen
+
+
+def simple_strategies(planner: Planner) -> tuple[Strategy, ...]:
+    """Return DDP, ZeRO-1 to 3, tensor, pipeline and recompute alone, and even 3-D mixes."""
+    world = planner.cluster.world_size
+    node = min(world, planner.cluster.gpus_per_node)
+    wanted: list[tuple[str, dict[str, int], str, int]] = [
+        ("one device", {"dp": 1, "tp": 1, "pp": 1}, "none", 1),
+        ("one device, recompute all", {"dp": 1, "tp": 1, "pp": 1}, "full", 1),
+    ]
+    if world > 1:
+        for zero, label in ((0, "DDP"), (1, "ZeRO-1"), (2, "ZeRO-2"), (3, "ZeRO-3")):
+            wanted.append((label, {"dp": world, "zero_stage": zero}, "none", world))
+        wanted.append(("ZeRO-3, recompute all", {"dp": world, "zero_stage": 3}, "full", world))
+        wanted.append(("tensor parallel", {"tp": world}, "none", world))
+        wanted.append(("pipeline, even cuts", {"pp": world}, "none", world))
+    if world > node > 1:
+        mixed = {"tp": node, "zero_stage": 1}
+        wanted.append((f"tp {node} and ZeRO-1, recompute all", {**mixed, "pp": 1}, "full", world))
+        for pp in (2, 4, 8):
+            if world % (node * pp) == 0 and world // (node * pp) >= 1:
+                label = f"tp {node}, pp {pp}, even cuts, recompute all"
+                wanted.append((label, {**mixed, "pp": pp}, "full", world))
+    found = [_best(planner, *item) for item in wanted]
+    return tuple(s for s in found if s is not None)
+
+
+def _best(
+    planner: Planner, name: str, pins: dict[str, int], recompute: str, devices: int
+) -> Strategy | None:
+    """Return the strategy at the micro-batch size that suits it best, or None where none can be."""
+    num_calls = len(planner.trace(planner.pins.get("microbatch_size", 1)).calls)
+    fixed: dict[str, Any] = {
+        k: planner.pins[k] for k in ("microbatch_size", "num_microbatches") if k in planner.pins
+    }
+    found = []
+    options = settings_of(
+        planner.cluster, planner.workload, num_calls, {**pins, **fixed}, devices=devices
+    )
+    for setting in _few(list(options)):
+        strategy = price_strategy(planner, name, setting, recompute)
+        found.append(strategy)
+    if not found:
+        return None
+    return min(
+        found,
+        key=lambda s: (
+            not s.row.fits,
+            s.row.step_time_s if s.row.fits else s.row.peak_memory_bytes,
+        ),
+    )
+
+
+def _few(settings: Sequence[Setting]) -> list[Setting]:
+    """Return at most the settings with micro-batches up to 4 rows, or the smallest there is."""
+    small = [s for s in settings if s.microbatch_size <= 4]
+    return small or sorted(settings, key=lambda s: s.microbatch_size)[:1]
+
+
+def price_strategy(planner: Planner, name: str, setting: Setting, recompute: str) -> Strategy:
+    """Return a strategy priced exactly."""
+    pricer = planner.pricer(setting.microbatch_size, pinned=False)
+    ends = even_ends(len(pricer.trace.calls), setting.pp)
+    decisions = simple_decisions(planner, setting, recompute)
+    price = pricer.plan_price(setting, ends, decisions)
+    row = Simpler(
+        name=name,
+        fits=price.peak_memory_bytes <= planner.cluster.capacity_bytes,
+        peak_memory_bytes=price.peak_memory_bytes,
+        step_time_s=price.step_time_s,
+        note=f"micro-batches of {setting.microbatch_size}",
+    )
+    return Strategy(row=row, setting=setting, ends=ends, decisions=tuple(decisions))
