@@ -1,0 +1,93 @@
+"""Every private torch interface that the emitter uses, each probed when it is imported.
+
+Tried on torch 2.13; a version without one of these names fails here, at import, by name.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.distributed._composable import replicate_with_fsdp
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import placement_types
+
+from autoplan.errors import EmitError
+
+__all__ = ["RingStage", "is_strided", "replicate", "set_timeout", "strided_shard"]
+
+
+def _probe(owner: Any, name: str) -> Any:
+    if not hasattr(owner, name):
+        raise EmitError(
+            f"torch {torch.__version__} has no {owner.__name__}.{name}, which autoplan needs to "
+            "run a plan; planning works without it. Use torch 2.11 to 2.13."
+        )
+    return getattr(owner, name)
+
+
+_set_pg_timeout = _probe(distributed_c10d, "_set_pg_timeout")
+_strided_shard = _probe(placement_types, "_StridedShard")
+_replicate = _probe(replicate_with_fsdp, "replicate")
+_setup_forward_recv_info = _probe(PipelineStage, "_setup_forward_recv_info")
+_setup_backward_recv_info = _probe(PipelineStage, "_setup_backward_recv_info")
+
+
+def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
+    """Set how long a collective of `group` may wait before it raises."""
+    _set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+
+def strided_shard(dim: int, outer: int) -> Any:
+    """Return the placement that slices the middle of a dimension `[outer, axis, inner]`."""
+    return _strided_shard(dim, split_factor=outer)
+
+
+def is_strided(placement: Any) -> bool:
+    """Return whether a placement is a strided shard."""
+    return isinstance(placement, _strided_shard)
+
+
+def replicate(module: nn.Module, **options: Any) -> None:
+    """Keep whole parameters on every rank of a mesh, computing in the policy's dtype."""
+    _replicate(module, **options)
+
+
+class RingStage(PipelineStage):
+    """A pipeline stage whose receive buffers are as many as the schedule has in flight.
+
+    Torch's stage has one receive buffer per micro-batch for activations, and one for gradients.
+    A buffer is free again once the backward of its micro-batch ended (activations), or once the
+    gradient that was received before it has been used and sent on (gradients).
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        *,
+        schedule: Literal["none", "gpipe", "1f1b"],
+        **options: Any,
+    ) -> None:
+        super().__init__(submodule, stage_index, num_stages, device, **options)
+        self._warmup = num_stages - stage_index if schedule == "1f1b" else None
+        self._is_1f1b = schedule == "1f1b"
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        ring = num_microbatches if self._warmup is None else min(self._warmup, num_microbatches)
+        _setup_forward_recv_info(self, ring, has_backward)
+        for chunk in range(ring, num_microbatches):
+            self.args_recv_info[chunk] = self.args_recv_info[chunk % ring]
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        ring = min(2, num_microbatches) if self._is_1f1b else num_microbatches
+        _setup_backward_recv_info(self, ring)
+        self.chunks = num_microbatches
+        for chunk in range(ring, num_microbatches):
+            self.grad_recv_info[chunk] = self.grad_recv_info[chunk % ring]

@@ -1,0 +1,349 @@
+"""Turn a plan into a running parallel module: plan, model -> this rank's stage.
+
+The executor runs the captured graphs. A stage is a slice of the chain of calls over the user's own
+submodules; tensor parallelism lowers the graphs, recompute marks run them as regions, FSDP2 wraps
+the block modules, and torch's pipeline schedules drive the stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.utils import _pytree as pytree
+
+from autoplan import compat
+from autoplan.calls import BoundCall, install
+from autoplan.capture import batch_rows, capture
+from autoplan.errors import EmitError, PlanError
+from autoplan.matching import explain_mismatch
+from autoplan.plan import Plan
+from autoplan.processes import agree, ensure_process_group, seed_ranks
+from autoplan.program import Program
+from autoplan.runtime import BatchSplitter, ParallelModule, Tie
+from autoplan.sharders import Sharder, shard
+from autoplan.stages import (
+    StageRoot,
+    StageSlice,
+    build_root,
+    crossing_metas,
+    find_state,
+    slice_program,
+    stage_function,
+)
+
+__all__ = ["parallelize"]
+
+
+def parallelize(
+    plan: Plan,
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    *,
+    device: torch.device | str | None = None,
+    timeout_s: float = 120.0,
+) -> ParallelModule:
+    """Return this rank's part of `model` under `plan`; every rank of the plan calls it.
+
+    The process group is made from torchrun's environment where there is none. The model is taken
+    over: its submodules move into the result, so drop your own reference to it.
+
+    Args:
+        plan: what to run; `plan.mesh.world_size` processes.
+        model: the model that was planned, with the same weights on every rank.
+        batch: an example batch, as it was given to the planner; only its form matters.
+        loss_fn: as it was given to the planner.
+        device: where to run; None takes this process's GPU, or the CPU where there is none.
+        timeout_s: how long a collective may wait before it raises.
+
+    Raises:
+        PlanError: the plan belongs to another model or world size. It is raised on every rank.
+        EmitError: the plan cannot be run with this model or this torch.
+    """
+    place = ensure_process_group(device, timeout_s)
+    _check_world(plan)
+    program, problem = _recapture(plan, model, batch, loss_fn)
+    agree(problem)
+    assert program is not None, "no program without a problem"
+    mesh = _mesh(plan, place, timeout_s)
+    module = _Emission(plan, program, model, batch, place, mesh, timeout_s).build()
+    seed_ranks(plan.mesh)
+    return module
+
+
+def _check_world(plan: Plan) -> None:
+    got = dist.get_world_size() if dist.is_initialized() else 1
+    need = plan.mesh.world_size
+    if got != need:
+        raise PlanError(
+            f"the plan is for {need} processes ({plan.mesh}) and {got} are running: start it with "
+            f"torchrun --nproc-per-node {need}, or plan again for {got}"
+        )
+
+
+def _recapture(
+    plan: Plan, model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor] | None
+) -> tuple[Program | None, Exception | None]:
+    on_meta = [name for name, p in model.named_parameters() if p.is_meta]
+    if on_meta:
+        return None, EmitError(
+            f"{on_meta[0]} is on the meta device: give the model its weights before running a plan"
+        )
+    try:
+        program = capture(model, batch, loss_fn, microbatch_size=plan.microbatch_size)
+    except Exception as error:  # handed to `agree`, which raises it on every rank
+        return None, error
+    if program.fingerprint != plan.fingerprint:
+        return None, PlanError(explain_mismatch(plan, program, type(model).__name__))
+    return program, None
+
+
+def _mesh(plan: Plan, device: torch.device, timeout_s: float) -> DeviceMesh | None:
+    if not dist.is_initialized():
+        return None
+    sizes = (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp)
+    names = ("pp", "dp", "tp")
+    mesh = dist.init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    for name in names:
+        compat.set_timeout(mesh.get_group(name), timeout_s)
+    return mesh
+
+
+@dataclass(slots=True)
+class _Emission:
+    """What the steps of one `parallelize` share."""
+
+    plan: Plan
+    program: Program
+    model: nn.Module
+    batch: Any
+    device: torch.device
+    mesh: DeviceMesh | None
+    timeout_s: float
+
+    def build(self) -> ParallelModule:
+        """Return the module: stage, tensor parallelism, recompute, ZeRO, pipeline, in this order."""
+        plan, program = self.plan, self.program
+        cuts = [[block.call for block in stage.blocks] for stage in plan.stages]
+        stages = slice_program(program, cuts)
+        stage = stages[self._rank("pp")]
+        root = build_root(self.model, program, stage, takes_unused=stage.index == 0)
+        root.to(self.device)
+        calls = self._bind_calls(stage, root)
+        source = self._set_function(stage, root, calls)
+        sharder = self._shard(stage, root)
+        holder: list[ParallelModule] = []
+        run_step = self._runner(stages, stage, root, holder)
+        module = ParallelModule(
+            plan=plan,
+            root=root,
+            mesh=self.mesh,
+            sharder=sharder,
+            splitter=self._splitter(stage),
+            ties=self._ties(stages, stage),
+            aliases=program.aliases,
+            run_step=run_step,
+            sources=self._sources(stages, source),
+            computes_loss=stage.index == len(stages) - 1,
+        )
+        holder.append(module)
+        return module
+
+    def _rank(self, name: str) -> int:
+        return self.mesh.get_local_rank(name) if self.mesh is not None else 0
+
+    @property
+    def _is_mixed(self) -> bool:
+        return self.plan.mixed_precision == "bfloat16"
+
+    def _bind_calls(self, stage: StageSlice, root: StageRoot) -> dict[int, BoundCall]:
+        """Return the stage's calls bound to its modules; block forwards are replaced."""
+        plan, program = self.plan, self.program
+        calls = {}
+        for block in plan.stages[stage.index].blocks:
+            call = program.calls[block.call]
+            recompute = plan.recompute[block.recompute]
+            calls[block.call] = BoundCall(
+                program.graphs[call.graph],
+                call.states,
+                root,
+                mode=recompute.mode,
+                keep=recompute.keep,
+                partial=(),
+                localise=[None] * len(call.states),
+                device=self.device,
+            )
+            if call.fqn:
+                install(root.get_submodule(call.fqn), block.call, calls[block.call])
+        return calls
+
+    def _set_function(self, stage: StageSlice, root: StageRoot, calls: dict[int, BoundCall]) -> str:
+        """Give the root what it runs; returns its text with the text of the graphs it calls."""
+        program, count = self.program, self.plan.num_microbatches
+        compiled = stage_function(program, stage, self.device)
+        buffers = [find_state(root, fqn) for fqn in stage.side_states.values()]
+        constants = [program.constants[name].to(self.device) for name in stage.constants]
+        modules = {i: root.get_submodule(c.fqn) for i in calls if (c := program.calls[i]).fqn}
+        computes_loss = program.loss in stage.outputs
+        metas = crossing_metas(program, stage.outputs, self._compute_dtype)
+
+        def call(index: int, *inputs: Any) -> Any:
+            module = modules.get(index)
+            return calls[index](*inputs) if module is None else module(index, *inputs)
+
+        def run(
+            activations: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]
+        ) -> tuple[torch.Tensor, ...]:
+            side = (*(holder[key] for holder, key in buffers), *constants)
+            entered = [_Entry.apply(x) for x in activations]
+            outputs = compiled.function(call, side, *entered, *batch)
+            if computes_loss:
+                return (outputs[0].reshape(1) / count,)
+            return tuple(x.to(m.dtype) for x, m in zip(outputs, metas, strict=True))
+
+        root.set_function(run)
+        texts = dict.fromkeys(calls[i].source for i in stage.calls)
+        return "\n".join([*texts, compiled.source])
+
+    @property
+    def _compute_dtype(self) -> torch.dtype | None:
+        return torch.bfloat16 if self._is_mixed else None
+
+    def _shard(self, stage: StageSlice, root: StageRoot) -> Sharder:
+        fqns = [self.program.calls[i].fqn for i in stage.calls if self.program.calls[i].fqn]
+        if self.mesh is None:
+            assert not self._is_mixed, "mixed precision needs a process group"
+            from autoplan.sharders import Unsharded
+
+            return Unsharded()
+        return shard(
+            root,
+            [root.get_submodule(fqn) for fqn in fqns],
+            zero_stage=self.plan.zero_stage,
+            mesh=self.mesh["dp"],
+            is_mixed=self._is_mixed,
+            is_pipeline=self.plan.mesh.pp > 1,
+        )
+
+    def _runner(
+        self,
+        stages: Sequence[StageSlice],
+        stage: StageSlice,
+        root: StageRoot,
+        holder: list[ParallelModule],
+    ) -> Callable[[int], list[torch.Tensor]]:
+        """Return what runs all micro-batches of a step: a loop, or a pipeline schedule."""
+        plan = self.plan
+        if plan.mesh.pp == 1:
+            return lambda count: holder[0].run_microbatches(count)
+        assert self.mesh is not None, "a pipeline has a mesh"
+        is_hidden = plan.zero_stage >= 2 and (plan.mesh.dp > 1 or self._is_mixed)
+        piece = compat.RingStage(
+            _Hidden(root) if is_hidden else root,
+            stage.index,
+            len(stages),
+            self.device,
+            schedule=plan.schedule,
+            input_args=self._examples(stage.inputs),
+            output_args=self._examples(stage.outputs),
+            group=self.mesh.get_group("pp"),
+        )
+        kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[plan.schedule]
+        schedule = kind(piece, plan.num_microbatches, loss_fn=_first, scale_grads=False)
+        target = torch.zeros(plan.num_microbatches, 1)
+
+        def run(count: int) -> list[torch.Tensor]:
+            losses: list[torch.Tensor] = []
+            schedule.step(target=target, losses=losses, return_outputs=False)
+            return losses
+
+        return run
+
+    def _examples(self, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
+        if self.program.loss in names:
+            return (torch.empty(1, device="meta", requires_grad=True),)
+        return tuple(
+            torch.empty(m.shape, dtype=m.dtype, device="meta", requires_grad=m.requires_grad)
+            for m in crossing_metas(self.program, names, self._compute_dtype)
+        )
+
+    def _splitter(self, stage: StageSlice) -> BatchSplitter:
+        rows = batch_rows(self.batch)
+        leaves = [x for x in pytree.tree_leaves(self.batch) if isinstance(x, torch.Tensor)]
+        inputs = self.program.inputs
+        return BatchSplitter(
+            keys=self.program.input_keys,
+            has_rows=tuple(x.dim() > 0 and x.shape[0] == rows for x in leaves),
+            wanted=tuple(inputs.index(name) for name in stage.batch_inputs),
+            rows=self.plan.microbatch_size,
+            num_microbatches=self.plan.num_microbatches,
+            dp=self.plan.mesh.dp,
+            dp_rank=self._rank("dp"),
+            device=self.device,
+        )
+
+    def _ties(self, stages: Sequence[StageSlice], stage: StageSlice) -> tuple[Tie, ...]:
+        """Return the parameters of this stage that other stages have too; makes their groups."""
+        owners: dict[str, set[int]] = {}
+        trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
+        parameters = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
+        for part in stages:
+            for index in part.calls:
+                for fqn in set(self.program.calls[index].states) & parameters:
+                    owners.setdefault(self.program.aliases[fqn], set()).add(part.index)
+        ties = []
+        dp, tp = self.plan.mesh.dp, self.plan.mesh.tp
+        for first, on in sorted(owners.items()):
+            if len(on) < 2 or first not in trained:
+                continue
+            for offset in range(dp * tp):
+                group = dist.new_group([p * dp * tp + offset for p in sorted(on)])
+                if stage.index in on and dist.get_rank() % (dp * tp) == offset:
+                    assert isinstance(group, dist.ProcessGroup), "this rank is in the group"
+                    compat.set_timeout(group, self.timeout_s)
+                    ties.append(Tie(fqn=first, group=group, is_counted=stage.index == min(on)))
+        return tuple(ties)
+
+    def _sources(self, stages: Sequence[StageSlice], own: str) -> list[str]:
+        """Return the text of every stage; graphs of other stages are compiled for their text."""
+        texts = []
+        for stage in stages:
+            if stage.index == self._rank("pp"):
+                texts.append(own)
+            else:
+                texts.append(stage_function(self.program, stage, self.device).source)
+        return texts
+
+
+class _Hidden(nn.Module):
+    """Keeps torch's pipeline runtime from seeing an FSDP root and changing when it reshards."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.inner(*inputs)
+
+
+class _Entry(torch.autograd.Function):
+    """Let an activation enter a stage; its gradient leaves contiguous, as sending needs it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient.contiguous()
+
+
+def _first(outputs: tuple[torch.Tensor, ...], target: torch.Tensor) -> torch.Tensor:
+    return outputs[0]

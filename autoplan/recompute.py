@@ -1,0 +1,217 @@
+"""Recompute a block in its backward, keeping the results of chosen ops.
+
+`torch.utils.checkpoint` runs the region again; two dispatch modes of our own decide what is stored
+in the first run and handed out in the second. Torch's own selective contexts hand a stored result
+out only once, which fails where a backward is split in two; ours do not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from autoplan.errors import EmitError
+
+__all__ = ["KeepPlan", "keep_plan", "run_region"]
+
+# Autograd adds these differently in the two runs.
+_IGNORED = (torch.ops.aten.detach.default,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepPlan:
+    """Which ops of a graph a selective region stores, by index in the graph.
+
+    Attributes:
+        stored: kernels of these ops are stored, and not run again.
+        skipped: kernels of these ops are not run again and return stand-ins without memory,
+            because only their redistributed result, which is stored, is read.
+        names: op names by index, for messages.
+    """
+
+    stored: frozenset[int]
+    skipped: frozenset[int]
+    names: tuple[str, ...]
+
+
+def keep_plan(names: Sequence[str], keep: Sequence[str], partial: Sequence[str]) -> KeepPlan:
+    """Return what a region over ops `names` stores for the marks `keep`.
+
+    Args:
+        names: op names of the graph, in order.
+        keep: ops whose results are kept.
+        partial: ops whose result is an addend over tensor-parallel ranks; their redistributed
+            result, named `<op>__<placement>`, is kept in their place.
+
+    Raises:
+        EmitError: a kept op is not in the graph.
+    """
+    index_by_name = {name: index for index, name in enumerate(names)}
+    stored: set[int] = set()
+    skipped: set[int] = set()
+    for name in keep:
+        if name not in index_by_name:
+            raise EmitError(f"recompute keeps {name}, which is no op of the graph: plan again")
+        followers = [n for n in names if n.startswith(f"{name}__")] if name in partial else []
+        if followers:
+            skipped.add(index_by_name[name])
+            stored.update(index_by_name[follower] for follower in followers)
+        else:
+            stored.add(index_by_name[name])
+    return KeepPlan(stored=frozenset(stored), skipped=frozenset(skipped), names=tuple(names))
+
+
+@dataclass(slots=True)
+class _Stored:
+    """One kernel of a kept op: its stored results with their versions, or that it runs again."""
+
+    kernel: Callable[..., Any]
+    runs_again: bool
+    leaves: list[Any] = field(default_factory=list)
+    versions: list[int | None] = field(default_factory=list)
+    spec: Any = None
+
+
+@dataclass(slots=True)
+class _Region:
+    """What one run of a region stored, and which op runs now."""
+
+    plan: KeepPlan
+    current: int = -1
+    kernels: dict[int, list[_Stored]] = field(default_factory=dict)
+
+    def at(self, index: int) -> None:
+        self.current = index
+
+
+class _Save(TorchDispatchMode):
+    """First run: store what the kept ops' kernels return."""
+
+    def __init__(self, region: _Region) -> None:
+        super().__init__()
+        self._region = region
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        region = self._region
+        plan, current = region.plan, region.current
+        if func in _IGNORED or (current not in plan.stored and current not in plan.skipped):
+            return result
+        if _shares_storage(result, (args, kwargs)):
+            entry = _Stored(kernel=func, runs_again=True)
+        else:
+            entry = (_store if current in plan.stored else _stand_in)(func, result)
+        region.kernels.setdefault(current, []).append(entry)
+        return result
+
+
+class _Load(TorchDispatchMode):
+    """Second run: hand out what was stored in place of running kernels of kept ops."""
+
+    def __init__(self, region: _Region) -> None:
+        super().__init__()
+        self._region = region
+        self._next: dict[int, int] = {}
+
+    def __enter__(self) -> _Load:
+        self._next.clear()
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        region = self._region
+        entries = region.kernels.get(region.current)
+        if entries is None or func in _IGNORED:
+            return func(*args, **(kwargs or {}))
+        position = self._next.get(region.current, 0)
+        self._next[region.current] = position + 1
+        name = region.plan.names[region.current]
+        if position >= len(entries) or entries[position].kernel is not func:
+            raise EmitError(f"{name} ran other kernels when recomputed ({func}) than at first")
+        entry = entries[position]
+        return func(*args, **(kwargs or {})) if entry.runs_again else _restore(entry, name)
+
+
+def _storages(value: Any) -> set[int]:
+    leaves = pytree.tree_leaves(value)
+    return {x.untyped_storage()._cdata for x in leaves if isinstance(x, torch.Tensor)}
+
+
+def _shares_storage(result: Any, inputs: Any) -> bool:
+    return bool(_storages(result) & _storages(inputs))
+
+
+def _store(kernel: Callable[..., Any], result: Any) -> _Stored:
+    leaves, spec = pytree.tree_flatten(result)
+    kept = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
+    versions = [x._version if isinstance(x, torch.Tensor) else None for x in kept]
+    return _Stored(kernel=kernel, runs_again=False, leaves=kept, versions=versions, spec=spec)
+
+
+def _stand_in(kernel: Callable[..., Any], result: Any) -> _Stored:
+    leaves, spec = pytree.tree_flatten(result)
+    empty = [x.new_empty(1).expand(x.shape) if isinstance(x, torch.Tensor) else x for x in leaves]
+    versions: list[int | None] = [None] * len(empty)
+    return _Stored(kernel=kernel, runs_again=False, leaves=empty, versions=versions, spec=spec)
+
+
+def _restore(entry: _Stored, name: str) -> Any:
+    leaves = []
+    for leaf, version in zip(entry.leaves, entry.versions, strict=True):
+        if version is not None and leaf._version != version:
+            raise EmitError(
+                f"the kept result of {name} was changed in place before its backward: "
+                "take it out of the recompute entry's keep list"
+            )
+        leaves.append(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
+    return pytree.tree_unflatten(leaves, entry.spec)
+
+
+def _contexts(region: _Region) -> tuple[_Save, _Load]:
+    return _Save(region), _Load(region)
+
+
+def run_region(
+    function: Callable[..., tuple[torch.Tensor, ...]],
+    keep: KeepPlan | None,
+    *inputs: Any,
+) -> tuple[torch.Tensor, ...]:
+    """Run `function` as a recomputed region.
+
+    Args:
+        function: `function(at, *inputs)` if `keep` is given, else `function(*inputs)`.
+        keep: what to store; None stores nothing but the inputs.
+        inputs: values that enter; they are kept.
+    """
+    if keep is None:
+        result = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=True)
+    else:
+        region = _Region(keep)
+        result = checkpoint(
+            functools.partial(function, region.at),
+            *inputs,
+            use_reentrant=False,
+            preserve_rng_state=True,
+            context_fn=functools.partial(_contexts, region),
+        )
+    assert isinstance(result, tuple), "a block returns a tuple"
+    return result

@@ -1,0 +1,294 @@
+"""The running parallel module: one training step, gradients, clipping, and gathering."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autoplan.gathering import full_tensor, replication
+from autoplan.plan import Plan
+from autoplan.sharders import Sharder, local_tensor, normalise_gradient
+from autoplan.stages import StageRoot
+
+__all__ = ["BatchSplitter", "ParallelModule", "Tie"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSplitter:
+    """Cuts a rank's batch into micro-batches, and the global batch into ranks' shares.
+
+    Attributes:
+        keys: readable paths of the tensor leaves.
+        has_rows: per tensor leaf, whether dimension 0 is the batch.
+        wanted: positions of the leaves that this stage reads.
+        rows: per micro-batch.
+        num_microbatches: per step and rank.
+        dp: data-parallel degree.
+        dp_rank: of this process.
+        device: where the stage computes.
+    """
+
+    keys: tuple[str, ...]
+    has_rows: tuple[bool, ...]
+    wanted: tuple[int, ...]
+    rows: int
+    num_microbatches: int
+    dp: int
+    dp_rank: int
+    device: torch.device
+
+    def microbatches(self, batch: Any) -> list[tuple[torch.Tensor, ...]]:
+        """Return per micro-batch the leaves that this stage reads.
+
+        Raises:
+            ValueError: the batch has other leaves or another number of rows.
+        """
+        leaves = self._leaves(batch, self.rows * self.num_microbatches, "this rank's batch")
+        moved = [leaves[i].to(self.device) for i in self.wanted]
+        parts = []
+        for index in range(self.num_microbatches):
+            rows = slice(index * self.rows, (index + 1) * self.rows)
+            parts.append(
+                tuple(
+                    leaf[rows] if self.has_rows[i] else leaf
+                    for i, leaf in zip(self.wanted, moved, strict=True)
+                )
+            )
+        return parts
+
+    def share(self, global_batch: Any) -> Any:
+        """Return the rows of the global batch that belong to this rank."""
+        per_rank = self.rows * self.num_microbatches
+        self._leaves(global_batch, per_rank * self.dp, "the global batch")
+        position = iter(range(len(self.keys)))
+
+        def cut(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or not self.has_rows[next(position)]:
+                return leaf
+            return leaf[self.dp_rank * per_rank : (self.dp_rank + 1) * per_rank]
+
+        return pytree.tree_map(cut, global_batch)
+
+    def _leaves(self, batch: Any, rows: int, what: str) -> list[torch.Tensor]:
+        leaves = [x for x in pytree.tree_leaves(batch) if isinstance(x, torch.Tensor)]
+        if len(leaves) != len(self.keys):
+            raise ValueError(
+                f"{what} has {len(leaves)} tensors, the plan was made for {len(self.keys)}: "
+                f"{', '.join(self.keys)}"
+            )
+        for key, has_rows, leaf in zip(self.keys, self.has_rows, leaves, strict=True):
+            if has_rows and leaf.shape[0] != rows:
+                raise ValueError(
+                    f"{what} has {leaf.shape[0]} rows in {key}, it must have {rows} "
+                    f"({self.num_microbatches} micro-batches of {self.rows} rows"
+                    f"{f' on each of {self.dp} ranks' if rows > self.rows * self.num_microbatches else ''}"  # noqa: E501
+                    "): pass train_step what shard_batch(global_batch) returns"
+                )
+        return leaves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tie:
+    """A parameter with copies on several stages; their gradients are summed.
+
+    Attributes:
+        fqn: its name on this stage.
+        group: this rank's peers on the stages that have it.
+        is_counted: this stage counts it in norms.
+    """
+
+    fqn: str
+    group: dist.ProcessGroup
+    is_counted: bool
+
+
+class ParallelModule(nn.Module):
+    """This rank's part of a model, run by a plan; made by `parallelize`.
+
+    Parameters keep the user's names. `train_step` leaves gradients in `.grad`, averaged over
+    data-parallel ranks and micro-batches; step any optimizer over `parameters()` after it.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        root: StageRoot,
+        mesh: DeviceMesh | None,
+        sharder: Sharder,
+        splitter: BatchSplitter,
+        ties: Sequence[Tie],
+        aliases: Mapping[str, str],
+        run_step: Callable[[int], list[torch.Tensor]],
+        sources: Sequence[str],
+        computes_loss: bool,
+    ) -> None:
+        super().__init__()
+        self.plan = plan
+        self.mesh = mesh
+        self.__dict__["_root"] = root
+        self._sharder = sharder
+        self._splitter = splitter
+        self._ties = tuple(ties)
+        self._aliases = dict(aliases)
+        self._run_step = run_step
+        self._sources = tuple(sources)
+        self._computes_loss = computes_loss
+
+    def train_step(self, batch: Any) -> torch.Tensor:
+        """Run forward and backward of this rank's batch; return the mean loss of all ranks.
+
+        Args:
+            batch: this rank's rows (`shard_batch(global_batch)`): `num_microbatches *
+                microbatch_size` in dimension 0. Ranks that differ in tp or pp only get the same.
+
+        Raises:
+            ValueError: the batch has another size than the plan's.
+        """
+        root: StageRoot = self.__dict__["_root"]
+        root.feed(self._splitter.microbatches(batch))
+        count = self.plan.num_microbatches
+        self._sharder.before_step(count)
+        losses = self._run_step(count)
+        self._sharder.after_step()
+        for parameter in root.parameters():
+            normalise_gradient(parameter)
+        self._sum_ties()
+        return self._mean_loss(losses)
+
+    def run_microbatches(self, count: int) -> list[torch.Tensor]:
+        """Run forward and backward of each micro-batch in turn, without a pipeline."""
+        root: StageRoot = self.__dict__["_root"]
+        losses = []
+        for index in range(count):
+            self._sharder.before_microbatch(index, count)
+            (loss,) = root()
+            loss.backward()
+            losses.append(loss.detach())
+            del loss
+        return losses
+
+    def shard_batch(self, global_batch: Any) -> Any:
+        """Return the rows of the global batch that this rank's `train_step` takes."""
+        return self._splitter.share(global_batch)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: a parallel module runs whole steps."""
+        raise NotImplementedError("a parallel module has no forward; call train_step(batch)")
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their 2-norm over the whole model is at most `max_norm`.
+
+        Returns:
+            The norm before clipping, the same on every rank; each shared weight counts once.
+        """
+        uncounted = {tie.fqn for tie in self._ties if not tie.is_counted}
+        named = [(n, p.grad) for n, p in self.named_parameters() if p.grad is not None]
+        device = self._splitter.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        copies = self.plan.mesh.dp * self.plan.mesh.tp
+        for name, gradient in named:
+            if name not in uncounted:
+                square = torch.linalg.vector_norm(local_tensor(gradient)).double() ** 2
+                total += square / replication(gradient, copies)
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        norm = total.sqrt()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for _, gradient in named:
+            local = local_tensor(gradient)
+            local.mul_(scale.to(local.dtype))
+        return norm
+
+    @torch.no_grad()
+    def full_state(self) -> dict[str, torch.Tensor]:
+        """Return all parameters and persistent buffers, whole, under the user's names.
+
+        Every rank gets all of them, on the CPU: for tests and export. All ranks must call it.
+        """
+        named = dict(self.__dict__["_root"].state_dict())
+        return self._gather({name: tensor for name, tensor in named.items()}, all_names=True)
+
+    @torch.no_grad()
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """Return the gradients of all parameters, whole, under the user's names; see full_state."""
+        named = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
+        return self._gather(named, all_names=False)
+
+    def code(self, stage: int | None = None) -> str:
+        """Return the text of what `stage` runs (this rank's own, if None)."""
+        if stage is None:
+            own = self.mesh.get_local_rank("pp") if self.mesh is not None else 0
+            return self._sources[own]
+        return self._sources[stage]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters under the user's names."""
+        root: StageRoot = self.__dict__["_root"]
+        yield from root.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield this rank's buffers under the user's names."""
+        root: StageRoot = self.__dict__["_root"]
+        yield from root.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return this rank's parameters and buffers (DTensors where sharded)."""
+        state: dict[str, Any] = self.__dict__["_root"].state_dict(*args, **kwargs)
+        return state
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load what `state_dict` of the same plan returned."""
+        return self.__dict__["_root"].load_state_dict(*args, **kwargs)
+
+    def _sum_ties(self) -> None:
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        for tie in self._ties:
+            gradient = parameters[tie.fqn].grad
+            if gradient is None and parameters[tie.fqn].requires_grad:
+                gradient = torch.zeros_like(parameters[tie.fqn])
+                parameters[tie.fqn].grad = gradient
+            if gradient is not None:
+                dist.all_reduce(local_tensor(gradient), group=tie.group)
+
+    def _mean_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self._splitter.device)
+        dtype = torch.float32
+        for loss in losses if self._computes_loss else ():
+            total += loss.detach().double().reshape(())
+            dtype = torch.promote_types(dtype, loss.dtype)
+        if dist.is_initialized():
+            dist.all_reduce(total)
+            total /= self.plan.mesh.dp * self.plan.mesh.tp
+        return total
+
+    def _gather(
+        self, named: Mapping[str, torch.Tensor], *, all_names: bool
+    ) -> dict[str, torch.Tensor]:
+        own: dict[str, torch.Tensor] = {}
+        for name, tensor in named.items():
+            first = self._aliases.get(name, name)
+            if first not in own:
+                whole = full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+                own[first] = whole.detach().cpu().clone()
+        if self.plan.mesh.pp > 1:
+            assert self.mesh is not None, "a pipeline has a mesh"
+            parts: list[Any] = [None] * self.plan.mesh.pp
+            dist.all_gather_object(parts, own, group=self.mesh.get_group("pp"))
+            own = {name: tensor for part in reversed(parts) for name, tensor in part.items()}
+        if all_names:
+            own |= {name: own[first] for name, first in self._aliases.items() if first in own}
+        return own

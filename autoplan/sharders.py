@@ -1,0 +1,228 @@
+"""Data parallelism of one stage: ZeRO 0 by own all-reduce, 1 to 3 by FSDP2.
+
+Without mixed precision ZeRO 0 keeps one copy of every parameter: gradients are summed in place when
+the backward of the last micro-batch has made them. Torch's `replicate` would hold a second copy of
+all parameters during forward and backward, so it is used only where that copy has another dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from autoplan import compat
+
+__all__ = ["GradientReducer", "Sharder", "Unsharded", "local_tensor", "shard"]
+
+
+class Sharder(Protocol):
+    """What a training step asks of data parallelism."""
+
+    def before_step(self, num_microbatches: int) -> None:
+        """Prepare for the micro-batches of a step."""
+
+    def before_microbatch(self, index: int, num_microbatches: int) -> None:
+        """Prepare for the forward and backward of a micro-batch; not called under a pipeline."""
+
+    def after_step(self) -> None:
+        """Finish the gradients of a step."""
+
+
+class Unsharded:
+    """No data parallelism."""
+
+    def before_step(self, num_microbatches: int) -> None:
+        return
+
+    def before_microbatch(self, index: int, num_microbatches: int) -> None:
+        return
+
+    def after_step(self) -> None:
+        return
+
+
+@dataclass(slots=True)
+class GradientReducer:
+    """ZeRO 0: average gradients in place over the data-parallel ranks, as backward makes them.
+
+    Attributes:
+        parameters: in an order that all ranks share.
+        group: data-parallel ranks.
+        overlaps: start each all-reduce in the backward of the last micro-batch.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    group: dist.ProcessGroup
+    overlaps: bool
+    _is_last: bool = False
+    _started: set[int] = field(default_factory=set)
+    _works: list[tuple[torch.Tensor, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.overlaps:
+            for parameter in self.parameters:
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def before_step(self, num_microbatches: int) -> None:
+        self._is_last = False
+        self._started.clear()
+
+    def before_microbatch(self, index: int, num_microbatches: int) -> None:
+        self._is_last = index == num_microbatches - 1
+
+    def after_step(self) -> None:
+        for parameter in self.parameters:
+            if parameter.grad is not None and id(parameter) not in self._started:
+                self._start(parameter)
+        for tensor, work in self._works:
+            work.wait()
+            tensor.div_(self.group.size())
+        self._works.clear()
+        self._is_last = False
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if self._is_last:
+            self._start(parameter)
+
+    def _start(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None, "a hook ran before its gradient"
+        self._started.add(id(parameter))
+        normalise_gradient(parameter)
+        local = local_tensor(parameter.grad)
+        work = dist.all_reduce(local, group=self.group, async_op=True)
+        self._works.append((local, work))
+
+
+@dataclass(slots=True)
+class FsdpSharder:
+    """ZeRO 1 to 3, and ZeRO 0 in mixed precision, by FSDP2 on a stage's root.
+
+    Attributes:
+        root: the wrapped stage root.
+        zero_stage: as planned.
+        is_hidden: the pipeline runtime does not see the root, which then reduces gradients in every
+            micro-batch.
+    """
+
+    root: FSDPModule
+    zero_stage: int
+    is_hidden: bool
+
+    def before_step(self, num_microbatches: int) -> None:
+        if self.is_hidden and self.zero_stage == 2:
+            self.root.set_reshard_after_backward(False)
+
+    def before_microbatch(self, index: int, num_microbatches: int) -> None:
+        is_last = index == num_microbatches - 1
+        if self.zero_stage < 3:
+            self.root.set_reshard_after_backward(is_last)
+        if self.zero_stage < 2:
+            self.root.set_requires_gradient_sync(is_last)
+            self.root.set_is_last_backward(is_last)
+
+    def after_step(self) -> None:
+        if self.is_hidden:
+            for module in self.root.modules():  # type: ignore[attr-defined]
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def normalise_gradient(parameter: torch.Tensor) -> None:
+    """Bring a gradient to the placements of its parameter (sum the addends of other ranks)."""
+    gradient = parameter.grad
+    if (
+        isinstance(parameter, DTensor)
+        and isinstance(gradient, DTensor)
+        and gradient.placements != parameter.placements
+    ):
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def shard(
+    root: nn.Module,
+    blocks: Sequence[nn.Module],
+    *,
+    zero_stage: int,
+    mesh: DeviceMesh,
+    is_mixed: bool,
+    is_pipeline: bool,
+) -> Sharder:
+    """Apply data parallelism to a stage root in place.
+
+    Args:
+        root: holds the parameters of glue itself, and the blocks.
+        blocks: modules that become units of their own, in execution order.
+        zero_stage: 0 to 3.
+        mesh: the one-dimensional data-parallel mesh; of size 1 it matters for mixed precision only.
+        is_mixed: compute in bfloat16 and reduce in float32.
+        is_pipeline: several stages; ZeRO 2 and 3 then hide the root from torch's runtime.
+    """
+    if mesh.size() == 1 and not is_mixed:
+        return Unsharded()
+    if zero_stage == 0 and not is_mixed:
+        return GradientReducer(
+            parameters=list(root.parameters()), group=mesh.get_group(), overlaps=not is_pipeline
+        )
+    policy = MixedPrecisionPolicy()
+    if is_mixed:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    wrap: Callable[..., Any]
+    if zero_stage == 0:
+        wrap = functools.partial(compat.replicate, mesh=mesh, mp_policy=policy)
+    else:
+        wrap = functools.partial(
+            fully_shard, mesh=mesh, mp_policy=policy, shard_placement_fn=_fsdp_placement
+        )
+    for block in _separable(root, blocks):
+        if zero_stage == 0:
+            wrap(block)
+        else:
+            wrap(block, reshard_after_forward=zero_stage == 3)
+    if zero_stage == 0:
+        wrap(root)
+    else:
+        wrap(root, reshard_after_forward=zero_stage == 3 and is_pipeline)
+    assert isinstance(root, FSDPModule), "the stage root was not wrapped"
+    return FsdpSharder(root, zero_stage, is_hidden=is_pipeline and zero_stage >= 2)
+
+
+def _fsdp_placement(parameter: nn.Parameter) -> Shard | None:
+    """Let FSDP slice another dimension than a strided tensor-parallel shard does.
+
+    Two strided slices of one dimension are put back in the wrong order by `full_tensor`.
+    """
+    if not isinstance(parameter, DTensor):
+        return None
+    taken = {p.dim for p in parameter.placements if compat.is_strided(p)}
+    return Shard(1) if 0 in taken and parameter.dim() > 1 else None
+
+
+def _separable(root: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the blocks that share no parameter with the rest of the stage; each block once."""
+    owners: dict[int, set[int]] = {}
+    inside = {id(m): index for index, b in enumerate(blocks) for m in b.modules()}
+    for module in root.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(inside.get(id(module), -1))
+    unique = {id(block): block for block in blocks}
+    return [
+        block
+        for block in unique.values()
+        if list(block.parameters())
+        and all(len(owners[id(parameter)]) == 1 for parameter in block.parameters())
+    ]

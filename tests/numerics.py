@@ -1,0 +1,176 @@
+"""Compare a parallel step with the single-device model: loss and every gradient, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoplan.capture import capture
+from autoplan.emitter import parallelize
+from examples.gpt import GPT, GPTConfig, loss_fn
+from tests.plans import hand_plan
+
+__all__ = ["MODELS", "Case", "check_cases", "reference"]
+
+LOSS_TOLERANCE = 1e-12
+GRADIENT_TOLERANCE = 1e-9
+FLOOR = 1e-9
+ROWS = 2
+TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model and the arguments of its hand-written plan."""
+
+    model: str
+    plan: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        """Return the processes it needs."""
+        return int(self.plan.get("dp", 1) * self.plan.get("tp", 1) * self.plan.get("pp", 1))
+
+
+def _gpt(**options: Any) -> Callable[[], tuple[nn.Module, Any]]:
+    def build() -> tuple[nn.Module, Any]:
+        config = GPTConfig(
+            vocab_size=64, max_tokens=32, num_layers=4, num_heads=4, width=32, **options
+        )
+        return GPT(config), loss_fn
+
+    return build
+
+
+def _llama() -> tuple[nn.Module, Any]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    return LlamaForCausalLM(config), _hf_loss
+
+
+def _gpt2() -> tuple[nn.Module, Any]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=64,
+        n_positions=32,
+        n_embd=32,
+        n_layer=4,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    return GPT2LMHeadModel(config), _hf_loss
+
+
+def _hf_loss(output: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return loss_fn(output.logits, batch)
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "gpt": _gpt(is_head_tied=False),
+    "gpt_tied": _gpt(),
+    "gpt_split": _gpt(is_qkv_fused=False, is_head_tied=False),
+    "llama": _llama,
+    "gpt2": _gpt2,
+}
+
+
+def build(name: str) -> tuple[nn.Module, Any]:
+    """Return a model in float64 with unequal, nonzero weights everywhere, and its loss."""
+    torch.manual_seed(0)
+    model, loss = MODELS[name]()
+    model = model.double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    return model, loss
+
+
+def global_batch(rows: int) -> dict[str, torch.Tensor]:
+    """Return `rows` rows of random tokens."""
+    generator = torch.Generator().manual_seed(1)
+    return {"input_ids": torch.randint(64, (rows, TOKENS), generator=generator)}
+
+
+def reference(name: str, rows: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return loss and gradients of the user's own module and forward on the whole batch."""
+    model, loss = build(name)
+    batch = global_batch(rows)
+    output = model(batch["input_ids"])
+    value = loss(output, batch)
+    value.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return value.detach(), gradients
+
+
+def check_cases(rank: int, cases: tuple[Case, ...]) -> list[str]:
+    """Run every case on this rank; returns what does not agree (empty: all agrees)."""
+    problems = []
+    for case in cases:
+        problems += [f"{case}: {problem}" for problem in _check(case)]
+    return problems
+
+
+def _check(case: Case) -> list[str]:
+    model, loss = build(case.model)
+    arguments = dict(case.plan)
+    rows = ROWS * arguments.get("dp", 1) * arguments.get("num_microbatches", 1)
+    batch = global_batch(rows)
+    names = [name for name, _ in model.named_parameters()]
+    program = capture(model, batch, loss, microbatch_size=ROWS)
+    keep = arguments.pop("recompute", None)
+    if keep is not None:
+        arguments["recompute"] = keep(program)
+    plan = hand_plan(program, type(model).__name__, **arguments)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    module = parallelize(plan, model, batch, loss, device="cpu")
+    del model
+    expected_loss, expected = reference(case.model, rows)
+    problems = []
+    for step in range(2):
+        for parameter in module.parameters():
+            parameter.grad = None
+        value = module.train_step(module.shard_batch(batch))
+        if abs(float(value - expected_loss)) > LOSS_TOLERANCE * float(expected_loss):
+            problems.append(f"step {step}: loss {float(value)} is not {float(expected_loss)}")
+        problems += compare(module.full_gradients(), expected)
+    state = module.full_state()
+    problems += [f"{n} changed" for n, t in before.items() if not torch.equal(t, state[n])]
+    norm = module.clip_grad_norm_(0.5)
+    wanted = torch.cat([g.flatten() for g in expected.values()]).norm()
+    if abs(float(norm - wanted)) > GRADIENT_TOLERANCE * float(wanted):
+        problems.append(f"norm {float(norm)} is not {float(wanted)}")
+    scale = min(1.0, 0.5 / (float(wanted) + 1e-6))
+    problems += compare(module.full_gradients(), {n: g * scale for n, g in expected.items()})
+    unknown = [name for name, _ in module.named_parameters() if name not in names]
+    return problems + [f"{name} is no name of the model's" for name in unknown]
+
+
+def compare(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the gradients that differ by more than the tolerance, relative with a floor."""
+    problems = [f"{name}: missing" for name in expected if name not in got]
+    problems += [f"{name}: not expected" for name in got if name not in expected]
+    for name in expected.keys() & got.keys():
+        if got[name].shape != expected[name].shape:
+            problems.append(f"{name}: shape {tuple(got[name].shape)}")
+            continue
+        scale = max(float(expected[name].abs().max()), FLOOR)
+        error = float((got[name] - expected[name]).abs().max()) / scale
+        if not error < GRADIENT_TOLERANCE:
+            problems.append(f"{name}: gradient off by {error:.1e}")
+    return problems
