@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from autoplan.cluster import Cluster
-from autoplan.frontiers import Decision, block_decisions
+from autoplan.frontiers import Decision, block_decisions, fastest_plain
 from autoplan.graph import Trace
 from autoplan.liveness import BlockMemory, block_memory, redone_ops
 from autoplan.local import LocalBlock, localize
@@ -87,7 +87,9 @@ class Pricer:
     cluster: Cluster
     workload: Workload
     recompute: str | None = None
+    reference: Pricer | None = None
     tally: Tally = field(default_factory=Tally)
+    _plain: dict[tuple[int, int], Decision] = field(default_factory=dict)
     _decisions: dict[tuple[int, int], tuple[Decision, ...]] = field(default_factory=dict)
     _bases: dict[tuple[int, int, object], _BlockBase] = field(default_factory=dict)
     _timers: dict[int, Timer] = field(default_factory=dict)
@@ -96,7 +98,12 @@ class Pricer:
     _held: list[frozenset[str]] | None = None
 
     def decisions(self, block: int, tp: int) -> tuple[Decision, ...]:
-        """Return the frontier of a block class at a tensor-parallel degree, fastest first."""
+        """Return the frontier of a block class at a tensor-parallel degree, fastest first.
+
+        With a `reference` pricer they are its frontier, priced here at this micro-batch size.
+        """
+        if self.reference is not None:
+            return self.reference.decisions(block, tp)
         key = (block, tp)
         if key not in self._decisions:
             self._decisions[key] = block_decisions(
@@ -106,6 +113,17 @@ class Pricer:
                 recompute=self.recompute,
             )
         return self._decisions[key]
+
+    def plain_decision(self, block: int, tp: int) -> Decision:
+        """Return the fastest decision of a block class that recomputes nothing."""
+        if self.reference is not None:
+            return self.reference.plain_decision(block, tp)
+        key = (block, tp)
+        if key not in self._plain:
+            self._plain[key] = fastest_plain(
+                self.trace.blocks[block], self.timer(tp), whole=self.whole_states(block)
+            )
+        return self._plain[key]
 
     def whole_states(self, block: int) -> frozenset[str]:
         """Return the states of a block class that several calls share."""

@@ -8,18 +8,17 @@ priced exactly by `autoplan.costs`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autoplan.graph import BlockTrace, OpTrace, Placement, ShardOption
 from autoplan.local import localize
 from autoplan.plan import Recompute
+from autoplan.redistribution import transition
 from autoplan.search.frontier import frontier
 from autoplan.search.problem import ChoiceOption, ChoiceProblem, ChoiceSolution, Consumer, Link
 from autoplan.times import OpTime, Timer
-from autoplan.transitions import transition
 
-__all__ = ["Decision", "block_decisions"]
+__all__ = ["Decision", "block_decisions", "fastest_ops_s", "fastest_plain"]
 
 _TICK_S = 1e-9
 _STATIC_FACTOR = 4  # parameter, gradient and two moments; steers the choice only
@@ -74,6 +73,33 @@ def block_decisions(
         decisions.append(Decision(axes=axes, recompute=Recompute(mode="full")))
     unique = {d.key: d for d in decisions if recompute in (None, d.recompute.mode)}
     return tuple(unique.values())
+
+
+def fastest_plain(
+    block: BlockTrace, timer: Timer, *, whole: frozenset[str] = frozenset()
+) -> Decision:
+    """Return the fastest decision of a block class that recomputes nothing."""
+    model = _ChoiceModel(block, timer, whole, region=False)
+    return model.read(frontier(model.problem, points=1, time_limit_s=5.0)[0])
+
+
+def fastest_ops_s(block: BlockTrace, timer: Timer) -> float:
+    """Return seconds below which no decision of the class is: each op at its fastest, no collective.
+
+    Drops every constraint between ops, so it bounds the frontier from below without a solve.
+    """
+    degree = timer.degree
+    total = 0.0
+    for op in block.ops:
+        legal = [
+            o
+            for o in op.options
+            if o.axis in ("whole", "partial") or (degree > 1 and o.size % degree == 0)
+        ]
+        total += min(
+            (timer.traced_time(op, o.gemm_dim, o.is_split).total_s for o in legal), default=0.0
+        )
+    return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +229,7 @@ class _ChoiceModel:
     def _times(self, op: OpTrace) -> dict[str, OpTime]:
         timer = self.timer
         return {
-            o.axis: timer._traced_time(op, o.gemm_dim, o.is_split) for o in self.options[op.name]
+            o.axis: timer.traced_time(op, o.gemm_dim, o.is_split) for o in self.options[op.name]
         }
 
     def _option(
@@ -261,9 +287,9 @@ class _ChoiceModel:
         moved = transition(Placement.parse(made.rstrip("!")), Placement.parse(read))
         if moved is None or (made == "P!" and read == "P"):
             return None
-        forward = self.timer.collective_s(moved.forward, nbytes)
+        forward = self.timer.collective_s(moved[0], nbytes)
         needs_grad = self._needs_grad(name)
-        backward = self.timer.collective_s(moved.backward, nbytes) if needs_grad else 0.0
+        backward = self.timer.collective_s(moved[1], nbytes) if needs_grad else 0.0
         local = nbytes // self.timer.degree if read.startswith("S") else nbytes
         memory = 0
         if self.region:
@@ -271,7 +297,7 @@ class _ChoiceModel:
                 memory = local
             else:
                 forward *= 2
-        elif name in self.saved and (moved.forward == "all_gather" or made == "P" != read):
+        elif name in self.saved and (moved[0] == "all_gather" or made == "P" != read):
             memory = local
         return _ticks(forward + backward), self._units(memory)
 
@@ -295,8 +321,3 @@ def _readers(block: BlockTrace) -> dict[str, list[OpTrace]]:
         for name in op.inputs:
             readers.setdefault(name, []).append(op)
     return readers
-
-
-def fastest(decisions: Sequence[Decision]) -> Decision:
-    """Return the fastest of `block_decisions`' results (the first)."""
-    return decisions[0]

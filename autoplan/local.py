@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autoplan.graph import BlockTrace, OpTrace, Placement, ShardOption
-from autoplan.transitions import Transition, transition
+from autoplan.redistribution import transition
 
 __all__ = ["LocalBlock", "LocalOp", "axis_option", "localize"]
 
@@ -52,7 +52,7 @@ class LocalOp:
     forward_temp_bytes: int = 0
     backward_temp_bytes: int = 0
     mark_bytes: int = 0
-    transition: Transition | None = None
+    transition: tuple[str, str] | None = None
     moved_bytes: int = 0
     grads: tuple[str, ...] = ()
     parameter_grads: tuple[tuple[str, int], ...] = ()
@@ -140,7 +140,7 @@ class _Builder:
         if moved is None:
             raise ValueError(f"{name}: {have} cannot become {placement}")
         self.made.add(converted)
-        is_new = moved.forward not in ("", "slice") and have != "P"
+        is_new = moved[0] not in ("", "slice") and have != "P"
         in_place = have == "P" and placement in ("R", "R*")
         size = self._local(self.full[name], placement)
         owner = converted if is_new or (have == "P" and not in_place) else self.storage[name]

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from autoplan.backends import Backend, replacement, workspace_bytes
 from autoplan.graph import Gemm, OpKind
-from autoplan.meter import Meter, storage_key, tensors_in
+from autoplan.kernels import Meter, storage_key, tensors_in
 from autoplan.program import Op
 from autoplan.segments import mutates_input
 

@@ -17,18 +17,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.capture import LossFn, batch_rows
+from autoplan.batches import batch_rows
+from autoplan.capture import LossFn
 from autoplan.cluster import Cluster
 from autoplan.costs import TICK_S, PlanPrice, Pricer
 from autoplan.errors import InfeasibleError, SearchLimitError
-from autoplan.frontiers import Decision
+from autoplan.frontiers import Decision, fastest_ops_s
 from autoplan.graph import Trace
 from autoplan.plan import Plan, SearchRecord, Simpler
 from autoplan.plan_writer import write_plan
+from autoplan.scaling import interpolate
 from autoplan.search.mesh import Candidate, MeshResult, Progress, Refinement, search_settings
 from autoplan.search.pipeline import solve_pipeline
 from autoplan.search.problem import PipelineProblem, PipelineSolution, Run
-from autoplan.scaling import interpolate
 from autoplan.settings import Optimizer, Setting, Workload, check_pins, settings_of
 from autoplan.simple import simple_strategies
 from autoplan.times import Tally
@@ -38,7 +39,7 @@ from autoplan.units import format_bytes
 __all__ = ["Planner", "optimize"]
 
 _TRACED_ROWS = (2, 4)
-_PEAK_EFFICIENCY = 1.0  # a lower bound may assume that kernels reach the peak
+_FRONTIER_ROWS = (1, 4)
 
 
 @dataclass(slots=True)
@@ -67,7 +68,7 @@ class Planner:
     _traces: dict[int, Trace] = field(default_factory=dict)
     _exact: dict[int, Trace] = field(default_factory=dict)
     _pricers: dict[int, Pricer] = field(default_factory=dict)
-    _pricers_unpinned: dict[int, Pricer] = field(default_factory=dict)
+    _ops_bounds: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
 
     def trace(self, microbatch_size: int) -> Trace:
         """Return the trace for a micro-batch size; sizes above 4 follow from those of 2 and 4."""
@@ -93,18 +94,23 @@ class Planner:
             self.trace_time_s += time.perf_counter() - start
         return self._exact[microbatch_size]
 
-    def pricer(self, microbatch_size: int, *, pinned: bool = True) -> Pricer:
-        """Return the pricer for a micro-batch size, with or without the recompute pin."""
-        pricers = self._pricers if pinned else self._pricers_unpinned
-        if microbatch_size not in pricers:
-            pricers[microbatch_size] = Pricer(
+    def pricer(self, microbatch_size: int) -> Pricer:
+        """Return the pricer for a micro-batch size.
+
+        Frontiers are solved for micro-batches of 1 and of 4 rows; larger ones price the decisions
+        of the latter, smaller ones of the former.
+        """
+        if microbatch_size not in self._pricers:
+            reference = max((r for r in _FRONTIER_ROWS if r <= microbatch_size), default=1)
+            self._pricers[microbatch_size] = Pricer(
                 trace=self.trace(microbatch_size),
                 cluster=self.cluster,
                 workload=self.workload,
-                recompute=self.pins.get("recompute") if pinned else None,
+                recompute=self.pins.get("recompute"),
+                reference=self.pricer(reference) if reference != microbatch_size else None,
                 tally=self.tally,
             )
-        return pricers[microbatch_size]
+        return self._pricers[microbatch_size]
 
     def settings(self) -> list[Setting]:
         """Return every setting of the space under the pins.
@@ -133,17 +139,40 @@ class Planner:
             f"pp <= {num_blocks} blocks"
         )
 
-    def flops_bound(self, setting: Setting) -> int:
-        """Return ticks below which no plan of the setting can be: its FLOPs at the peak rate."""
-        some = self._smallest_trace()
-        per_row = sum(
-            op.forward_flops + op.backward_flops
-            for call in some.calls
-            for op in some.blocks[call.block].ops
-        ) / max(1, some.microbatch_size)
-        peak = max(self.cluster.device.peak_flops_per_s.values()) * _PEAK_EFFICIENCY
-        seconds = per_row * self.workload.global_batch_size / peak / self.cluster.world_size
-        return int(seconds / TICK_S)
+    def ops_bound(self, setting: Setting) -> int:
+        """Return ticks below which no plan of the setting is: every op at its fastest, no memory."""
+        key = (setting.tp, setting.microbatch_size)
+        if key not in self._ops_bounds:
+            pricer = self.pricer(setting.microbatch_size)
+            timer = pricer.timer(setting.tp)
+            by_block = [fastest_ops_s(block, timer) for block in pricer.trace.blocks]
+            seconds = [by_block[call.block] for call in pricer.trace.calls]
+            self._ops_bounds[key] = (sum(seconds), max(seconds))
+        total, slowest = self._ops_bounds[key]
+        m = setting.num_microbatches
+        return int((total + (m - 1) * max(slowest, total / setting.pp)) / TICK_S * (1 - 1e-9))
+
+    def static_reason(self, setting: Setting) -> str | None:
+        """Return why a setting cannot hold even its parameters and optimizer state, or None.
+
+        Counts shards that divide by every degree, and no activation.
+        """
+        trace = self._smallest_trace()
+        ratio = self.workload.parameter_bytes_per_traced_byte
+        canonical = {fqn: group[0] for group in trace.shared for fqn in group}
+        sizes: dict[str, int] = {}
+        for call in trace.calls:
+            for state, fqn in zip(trace.blocks[call.block].states, call.states, strict=True):
+                factor = 1 + self.workload.optimizer.state_bytes_per_byte * state.is_trained
+                sizes[canonical.get(fqn, fqn)] = int(state.nbytes * ratio * factor)
+        shards = setting.dp if setting.zero_stage >= 1 else 1
+        need = sum(sizes.values()) // (shards * setting.tp * setting.pp)
+        if need <= self.cluster.capacity_bytes:
+            return None
+        return (
+            f"parameters and optimizer state alone need {format_bytes(need)} a device, it has "
+            f"{format_bytes(self.cluster.capacity_bytes)}"
+        )
 
     def refine(self, setting: Setting) -> Refinement:
         """Return a bound from the fastest way to run each block, or why nothing fits."""
@@ -242,11 +271,13 @@ class Planner:
             Candidate(
                 name=name,
                 key=setting.simplicity,
-                lower_bound=self.flops_bound(setting),
+                lower_bound=0 if reason else self.ops_bound(setting),
+                infeasible=reason,
                 refine=lambda s=setting: self.refine(s),  # type: ignore[misc]
                 solve=lambda cutoff, limit, s=setting: self.solve(s, cutoff, limit),  # type: ignore[misc]
             )
             for name, setting in settings.items()
+            for reason in (self.static_reason(setting),)
         ]
         result = search_settings(candidates, time_limit_s=time_limit_s, progress=progress)
         return result, settings

@@ -106,5 +106,4 @@ def _fits(planner: Planner) -> bool:
 
 
 def _variant(planner: Planner, **changes: object) -> Planner:
-    variant = replace(planner, _pricers={}, _pricers_unpinned={}, **changes)  # type: ignore[arg-type]
-    return variant
+    return replace(planner, _pricers={}, _ops_bounds={}, **changes)  # type: ignore[arg-type]

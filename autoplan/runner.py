@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from autoplan.backends import Backend, replacement
 from autoplan.errors import TraceError
-from autoplan.meter import storage_bytes, storage_key, tensors_in
+from autoplan.kernels import storage_bytes, storage_key, tensors_in
 from autoplan.opcost import OpCost, OpMeter
 from autoplan.program import BlockGraph, Op, Program, TensorMeta, map_refs
 from autoplan.segments import mutates_input

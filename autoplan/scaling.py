@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from autoplan import codec
-from autoplan.graph import Trace
+from autoplan.graph import Placement, Trace
 
 __all__ = ["interpolate"]
 
@@ -58,6 +58,17 @@ def _affine(low: Any, high: Any, a: int, b: int, rows: int, key: str = "") -> An
         if rest:
             raise _Different
         return low + slope * (rows - a)
+    if isinstance(low, str) and low.startswith("S(") and isinstance(high, str):
+        return _affine_placement(low, high, a, b, rows)
     if low != high:
         raise _Different
     return low
+
+
+def _affine_placement(low: str, high: str, a: int, b: int, rows: int) -> str:
+    """Return a slice placement whose number of pieces follows the rows (a flattened batch)."""
+    one, two = Placement.parse(low), Placement.parse(high)
+    pieces = _affine(one.outer, two.outer, a, b, rows)
+    if replace(one, outer=1) != replace(two, outer=1):
+        raise _Different
+    return str(replace(one, outer=pieces))

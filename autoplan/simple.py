@@ -44,12 +44,10 @@ def simple_decisions(planner: Planner, setting: Setting, recompute: str) -> list
 
     Glue (embedding, head, loss) is never recomputed by these.
     """
-    pricer = planner.pricer(setting.microbatch_size, pinned=False)
+    pricer = planner.pricer(setting.microbatch_size)
     chosen = []
     for call in pricer.trace.calls:
-        fastest = next(
-            d for d in pricer.decisions(call.block, setting.tp) if d.recompute.mode == "none"
-        )
+        fastest = pricer.plain_decision(call.block, setting.tp)
         is_glue = pricer.trace.blocks[call.block].is_glue
         mode = "none" if is_glue or recompute == "none" else "full"
         chosen.append(Decision(axes=fastest.axes, recompute=Recompute(mode=mode)))  # type: ignore[arg-type]
@@ -115,7 +113,7 @@ def _few(settings: Sequence[Setting]) -> list[Setting]:
 
 def price_strategy(planner: Planner, name: str, setting: Setting, recompute: str) -> Strategy:
     """Return a strategy priced exactly."""
-    pricer = planner.pricer(setting.microbatch_size, pinned=False)
+    pricer = planner.pricer(setting.microbatch_size)
     ends = even_ends(len(pricer.trace.calls), setting.pp)
     decisions = simple_decisions(planner, setting, recompute)
     price = pricer.plan_price(setting, ends, decisions)

@@ -62,21 +62,22 @@ class Timer:
         self.degree = degree
         self.link = cluster.link_for(degree, 1)
         self.tally = tally or Tally()
+        self._times: dict[tuple[int, str, bool], OpTime] = {}
 
     def op_time(self, op: LocalOp) -> OpTime:
         """Return the seconds of one local op."""
         if op.op is None:
             return self._conversion_time(op)
-        return self._traced_time(op.op, op.option.gemm_dim, op.option.is_split)
+        return self.traced_time(op.op, op.option.gemm_dim, op.option.is_split)
 
     def _conversion_time(self, op: LocalOp) -> OpTime:
         assert op.transition is not None, "a conversion carries its transition"
         return OpTime(
             forward_s=0.0,
             backward_s=0.0,
-            forward_comm_s=self.collective_s(op.transition.forward, op.moved_bytes),
+            forward_comm_s=self.collective_s(op.transition[0], op.moved_bytes),
             backward_comm_s=(
-                self.collective_s(op.transition.backward, op.moved_bytes) if op.grads else 0.0
+                self.collective_s(op.transition[1], op.moved_bytes) if op.grads else 0.0
             ),
         )
 
@@ -88,7 +89,14 @@ class Timer:
             return self.tally.add(self.device.memory_time_s(2 * nbytes / self.degree))
         return self.link.collective_time_s(name, nbytes, self.degree)  # type: ignore[arg-type]
 
-    def _traced_time(self, op: OpTrace, gemm_dim: str, is_split: bool) -> OpTime:
+    def traced_time(self, op: OpTrace, gemm_dim: str, is_split: bool) -> OpTime:
+        """Return the seconds of a traced op, its work divided along `gemm_dim` or at all."""
+        key = (id(op), gemm_dim, is_split)
+        if key not in self._times:
+            self._times[key] = self._new_time(op, gemm_dim, is_split)
+        return self._times[key]
+
+    def _new_time(self, op: OpTrace, gemm_dim: str, is_split: bool) -> OpTime:
         split = self.degree if is_split else 1
         if op.kind == "view":
             return OpTime(forward_s=0.0, backward_s=0.0)

@@ -28,11 +28,12 @@ from autoplan.graph import (
     Trace,
     ValueTrace,
 )
-from autoplan.meter import storage_bytes, storage_key, tensors_in
+from autoplan.kernels import storage_bytes, storage_key, tensors_in
 from autoplan.opcost import OpMeter
 from autoplan.program import BlockGraph, Call, Op, Program, TensorMeta
 from autoplan.runner import BlockRun, run_block, side_values
 from autoplan.segments import is_random, mutates_input
+from autoplan.sharding import shard_options
 
 __all__ = ["trace", "trace_program"]
 
@@ -169,7 +170,7 @@ def _block_trace(
 def _op_traces(graph: BlockGraph, run: BlockRun) -> tuple[OpTrace, ...]:
     written = _written_storages(graph, run)
     accumulated = _accumulated_bytes(graph, run)
-    options = _options(graph)
+    options = shard_options(graph)
     return tuple(
         _op_trace(op, run, written, accumulated.get(op.name, 0), options[op.name])
         for op in graph.ops
@@ -252,18 +253,6 @@ def _accumulated_bytes(graph: BlockGraph, run: BlockRun) -> dict[str, int]:
                 bytes_by_op[op.name] = bytes_by_op.get(op.name, 0) + moved
             seen.add(name)
     return bytes_by_op
-
-
-def _options(graph: BlockGraph) -> dict[str, tuple[ShardOption, ...]]:
-    """Return the ways to run each op under tensor parallelism; the first is `whole`."""
-    return {
-        op.name: (
-            ShardOption(
-                axis="whole", size=1, inputs=("R",) * len(op.inputs()), output="R", is_split=False
-            ),
-        )
-        for op in graph.ops
-    }
 
 
 def _crossing_bytes(calls: Sequence[Call], sizes: Mapping[str, int]) -> tuple[int, ...]:
