@@ -1,7 +1,8 @@
 """Cut a chain into stages by dynamic programming, given the cost of every interval.
 
 `time[s,i,j]` and `once[i,j]` are the costs of blocks i..j-1 as stage s, UNREACHABLE where they may
-not be. The programme, over ends e[0] < e[1] < ... with e[-1] = 0 and e[S-1] = N:
+not be. Single intervals have further columns: pairs of time and once to choose from. The programme,
+over ends e[0] < e[1] < ... with e[-1] = 0 and e[S-1] = N, and one column per stage:
 
     minimise  sum_s t[s] + weight * max_s t[s] + max_s once[s]        t[s] = time[s,e[s-1],e[s]]
 
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["UNREACHABLE", "Partition", "best_partition"]
+__all__ = ["UNREACHABLE", "Columns", "Partition", "best_partition"]
 
 UNREACHABLE = 2**59
 """More ticks than any reachable cost; twice it still fits 64 bits."""
@@ -27,36 +28,60 @@ UNREACHABLE = 2**59
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """Stage ends of the least objective (in ticks)."""
+    """Stage ends of the least objective (in ticks), and the threshold that it was found under."""
 
     objective: int
     ends: tuple[int, ...]
+    threshold: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Further columns: blocks start..end-1 as a stage, at this time and once; equally long."""
+
+    stage: NDArray[np.int64]
+    start: NDArray[np.int64]
+    end: NDArray[np.int64]
+    time: NDArray[np.int64]
+    once: NDArray[np.int64]
+
+    def least(
+        self, cost: NDArray[np.int64], own: NDArray[np.int64], most_once: int | None
+    ) -> NDArray[np.int64]:
+        """Return `cost` lowered to `own` of the columns whose once is within the threshold."""
+        fits = slice(None) if most_once is None else self.once <= most_once
+        places = (self.stage[fits], self.start[fits], self.end[fits])
+        np.minimum.at(cost, places, own[fits])
+        return cost
 
 
 def best_partition(
-    time: NDArray[np.int64], once: NDArray[np.int64], weight: int
+    time: NDArray[np.int64], once: NDArray[np.int64], columns: Columns, weight: int
 ) -> Partition | None:
     """Return the best partition, or None if no partition is reachable.
 
     Args:
         time: [stage, start, end] ticks per micro-batch.
         once: [start, end] ticks per step.
+        columns: further ones.
         weight: of the slowest stage, at least 0.
 
     Returns:
-        The partition; of equal ones always the same.
+        The partition, with the threshold of `once`; of equal ones always the same.
     """
-    values = _values_from_bottleneck(np.where(time < UNREACHABLE, once[None], UNREACHABLE))
+    least_once = np.where(time < UNREACHABLE, once[None], UNREACHABLE)
+    values = _values_from_bottleneck(columns.least(least_once, columns.once, None), columns.once)
 
     def solve(most_once: int) -> Partition:
-        return _best_sum_and_slowest(np.where(once[None] <= most_once, time, UNREACHABLE), weight)
+        masked = np.where(once[None] <= most_once, time, UNREACHABLE)
+        return _best_sum_and_slowest(columns.least(masked, columns.time, most_once), weight)
 
     return _best_threshold(values, 1, solve)
 
 
 def _best_sum_and_slowest(time: NDArray[np.int64], weight: int) -> Partition:
     """Return the best partition without `once` of a reachable chain."""
-    values = _values_from_bottleneck(time)
+    values = _values_from_bottleneck(time, time[:0])
 
     def solve(slowest: int) -> Partition:
         return _shortest(np.where(time <= slowest, time, UNREACHABLE))
@@ -66,11 +91,12 @@ def _best_sum_and_slowest(time: NDArray[np.int64], weight: int) -> Partition:
     return best
 
 
-def _values_from_bottleneck(cost: NDArray[np.int64]) -> list[int]:
+def _values_from_bottleneck(cost: NDArray[np.int64], more: NDArray[np.int64]) -> list[int]:
     """Return the thresholds that matter, ascending: none below what every partition reaches.
 
     Args:
         cost: [stage, start, end], UNREACHABLE where a stage may not be.
+        more: further costs, in any shape.
 
     Returns:
         All reachable costs from the least possible maximum over a partition's stages; empty if
@@ -80,8 +106,8 @@ def _values_from_bottleneck(cost: NDArray[np.int64]) -> list[int]:
     reach[0] = 0
     for stage in cost:
         reach = np.maximum(reach[:, None], stage).min(axis=0)
-    kept = cost[(cost >= reach[-1]) & (cost < UNREACHABLE)]
-    values: list[int] = np.unique(kept).tolist()
+    every = np.unique(np.concatenate([cost.ravel(), more.ravel()]))
+    values: list[int] = every[(every >= reach[-1]) & (every < UNREACHABLE)].tolist()
     return values
 
 
@@ -102,7 +128,7 @@ def _best_threshold(
         found = solve(values[index])
         total = weight * values[index] + found.objective
         if best is None or total < best.objective:
-            best = Partition(objective=total, ends=found.ends)
+            best = Partition(objective=total, ends=found.ends, threshold=values[index])
         return found.objective
 
     if not values:
@@ -138,4 +164,4 @@ def _shortest(time: NDArray[np.int64]) -> Partition:
     ends = [size - 1]
     for origin in reversed(origins[1:]):
         ends.append(int(origin[ends[-1]]))
-    return Partition(objective=int(reach[-1]), ends=tuple(reversed(ends)))
+    return Partition(objective=int(reach[-1]), ends=tuple(reversed(ends)), threshold=UNREACHABLE)

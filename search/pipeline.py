@@ -12,26 +12,25 @@ Within a stage only the least time matters once the cuts are known, so the progr
        without whole numbers                                                   _interval_bounds
     2. cut the chain at the least objective under these bounds                 partition.py
        which is a lower bound of the whole
-    3. solve the intervals of that answer exactly by CP-SAT, where they        stage.py
-       have not been; if none was left, the answer is optimal                  _solve_exactly
-       else go to 2 with the exact costs
+    3. solve the stages of that answer exactly by CP-SAT, where they           stage.py
+       have not been; if none was left, the answer is optimal                  columns.py
+       else go to 2 with the exact costs                                       _cut_by_bounds
 
-Few intervals are ever solved. Where options of one block differ in `once`, 1 and 2 take the least,
-which stays a bound; if the answer then costs more than the bound, the whole programme goes to
-CP-SAT (counting.py) with the answer as its cutoff.
+Few stages are ever solved. Where options of one block differ in `once`, a stage has several
+columns, a trade-off of time and once, of which only those that the cuts ask for are solved.
 """
 
 from __future__ import annotations
 
 import time as clock
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.search.counting import solve_by_counting
+from autoplan.search.columns import StageTable, stage_runs
 from autoplan.search.evaluate import (
     cut_positions,
     option_numbers,
@@ -39,13 +38,11 @@ from autoplan.search.evaluate import (
     stage_costs,
     verify_pipeline_problem,
 )
-from autoplan.search.partition import UNREACHABLE, Partition, best_partition
+from autoplan.search.partition import UNREACHABLE, best_partition
 from autoplan.search.problem import BlockOption, PipelineProblem, PipelineSolution, Run, Status
-from autoplan.search.stage import StageSolution, solve_stage, stage_time_bounds
+from autoplan.search.stage import stage_time_bounds
 
 __all__ = ["solve_pipeline"]
-
-_StageKey = tuple[int, int, tuple[int, ...]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,23 +52,16 @@ class _Search:
     Attributes:
         problem: with dominated options removed.
         original: per run the original index of every option left.
-        time: [stage, start, end] lower bounds in ticks, boundary included, or exact times.
-        once: [start, end] least ticks per step.
-        solved: the exact stage of every key that was solved.
-        is_exact: [stage, start, end] whether `time` is exact.
         best: the best solution known.
         bound: no solution is below it.
     """
 
     problem: PipelineProblem
     original: tuple[tuple[int, ...], ...]
-    time: NDArray[np.int64]
-    once: NDArray[np.int64]
-    is_exact: NDArray[np.bool_]
+    table: StageTable
     deadline: float
     seed: int
     workers: int
-    solved: dict[_StageKey, StageSolution] = field(default_factory=dict)
     best: PipelineSolution | None = None
     bound: int = 0
 
@@ -110,17 +100,12 @@ def solve_pipeline(
     verify_pipeline_problem(problem)
     deadline = clock.monotonic() + time_limit_s
     search = _start(problem, deadline, seed, workers)
-    relaxed = _cut_by_bounds(search, cutoff, log)
-    if relaxed is None:
+    if not _cut_by_bounds(search, cutoff, log):
         return _without_solution("infeasible", cutoff or 0)
     best = search.best
-    if best is not None and best.objective <= search.bound:
-        return _finish(search, best, "optimal", cutoff)
-    if clock.monotonic() >= deadline:
-        if best is None or (cutoff is not None and best.objective >= cutoff):
-            return _without_solution("unknown", search.bound)
-        return _finish(search, best, "feasible", cutoff)
-    return _solve_whole(search, cutoff, log)
+    if best is None or (cutoff is not None and best.objective >= cutoff):
+        return _without_solution("unknown", search.bound)
+    return _finish(search, best)
 
 
 def _start(problem: PipelineProblem, deadline: float, seed: int, workers: int) -> _Search:
@@ -131,15 +116,10 @@ def _start(problem: PipelineProblem, deadline: float, seed: int, workers: int) -
         for run, kept in zip(problem.runs, left, strict=True)
     )
     reduced = replace(problem, runs=runs)
-    time = _interval_bounds(reduced)
-    least = [min(o.once for o in run.options) for run in runs for _ in range(run.count)]
-    prefix = np.concatenate([[0], np.cumsum(np.array(least, dtype=np.int64))])
     return _Search(
         problem=reduced,
         original=left,
-        time=time,
-        once=np.asarray(prefix[None, :] - prefix[:, None], dtype=np.int64),
-        is_exact=np.zeros(time.shape, dtype=np.bool_),
+        table=StageTable(reduced, _interval_bounds(reduced)),
         deadline=deadline,
         seed=seed,
         workers=workers,
@@ -185,119 +165,63 @@ def _interval_bounds(problem: PipelineProblem) -> NDArray[np.int64]:
     return np.stack(stages)
 
 
-def _cut_by_bounds(
-    search: _Search, cutoff: int | None, log: Callable[[str], None] | None
-) -> Partition | None:
-    """Cut, solve the intervals of the answer, and repeat until nothing in it is a mere bound.
+def _cut_by_bounds(search: _Search, cutoff: int | None, log: Callable[[str], None] | None) -> bool:
+    """Cut, solve the stages of the answer, and repeat until nothing in it is a mere bound.
 
-    Leaves the best solution and the bound in `search`.
+    Leaves the best solution and the bound in `search`, both the same if it is proven.
 
     Returns:
-        The last partition, or None if no solution is below the cutoff.
+        False if it is proven that no solution is below the cutoff.
     """
-    problem = search.problem
+    table, weight = search.table, search.problem.num_microbatches - 1
     while True:
-        partition = best_partition(search.time, search.once, problem.num_microbatches - 1)
+        partition = best_partition(table.time, table.once, table.columns(), weight)
         if partition is None:
-            return None
-        search.bound = max(search.bound, partition.objective + problem.constant)
+            assert search.best is None, "a solution was found where none is reachable"
+            return False
+        search.bound = max(search.bound, partition.objective + search.problem.constant)
+        if search.best is not None:
+            search.bound = min(search.bound, search.best.objective)
         if cutoff is not None and search.bound >= cutoff:
-            return None
+            return False
+        if search.best is not None and search.best.objective == search.bound:
+            return True
         places = [(s, i, j) for s, (i, j) in enumerate(pairwise((0, *partition.ends)))]
-        pending = [place for place in places if not search.is_exact[place]]
-        for place in pending:
-            if clock.monotonic() >= search.deadline:
-                return partition
-            _solve_exactly(search, *place)
-        _keep_if_better(search, places)
+        if not _refine_stages(search, places, partition.threshold):
+            return True
+        _keep_if_better(search, places, partition.threshold)
         if log is not None:
             best = "none" if search.best is None else str(search.best.objective)
-            log(f"bound {search.bound}, best {best}, {len(search.solved)} stages solved")
-        if not pending or (search.best is not None and search.best.objective <= search.bound):
-            return partition
+            log(f"bound {search.bound}, best {best}, {table.num_solved} stages solved")
 
 
-def _stage_key(search: _Search, stage: int, start: int, end: int) -> _StageKey:
-    """Return what the least time of an interval depends on: live, room, blocks of each run."""
-    problem = search.problem
-    counts, first = [], 0
-    for run in problem.runs:
-        counts.append(max(0, min(end, first + run.count) - max(start, first)))
-        first += run.count
-    room = problem.capacity[stage] - problem.fixed[stage]
-    return problem.live[stage], room, tuple(counts)
-
-
-def _solve_exactly(search: _Search, stage: int, start: int, end: int) -> None:
-    """Replace the bound of an interval by its exact time, also where it lies elsewhere in a run."""
-    key = _stage_key(search, stage, start, end)
-    live, room, counts = key
-    solution = search.solved.get(key)
-    if solution is None:
-        solution = solve_stage(
-            _stage_runs(search.problem, counts),
-            live,
-            room,
-            time_limit_s=search.deadline - clock.monotonic(),
-            seed=search.seed,
-            workers=search.workers,
+def _refine_stages(search: _Search, places: Sequence[tuple[int, int, int]], most_once: int) -> bool:
+    """Solve the stages of a partition that are mere bounds; return False if time ran out."""
+    for key in dict.fromkeys(search.table.key(place) for place in places):
+        column = search.table.chosen(key, most_once)
+        if column.counts:
+            continue
+        if clock.monotonic() >= search.deadline:
+            return False
+        search.table.refine(
+            key, column, deadline=search.deadline, seed=search.seed, workers=search.workers
         )
-        search.solved[key] = solution
-    for same, (own_live, own_room) in enumerate(_stage_rooms(search.problem)):
-        if (own_live, own_room) == (live, room):
-            for first in _shifted_starts(search.problem, counts, start):
-                _record(search, (same, first, first + end - start), solution)
+    return True
 
 
-def _record(search: _Search, place: tuple[int, int, int], solution: StageSolution) -> None:
-    """Write what is known of a stage to one place, where the cuts allow the place at all."""
-    if search.time[place] >= UNREACHABLE:
-        return
-    if solution.status == "infeasible":
-        search.time[place] = UNREACHABLE
-    elif solution.status == "optimal":
-        search.time[place] = solution.time + search.problem.boundary[place[0]]
-        search.is_exact[place] = True
-    else:
-        known = solution.bound + search.problem.boundary[place[0]]
-        search.time[place] = max(int(search.time[place]), known)
-
-
-def _stage_rooms(problem: PipelineProblem) -> list[tuple[int, int]]:
-    """Return per stage its live micro-batches and the room for its blocks."""
-    rooms = [room - fixed for room, fixed in zip(problem.capacity, problem.fixed, strict=True)]
-    return list(zip(problem.live, rooms, strict=True))
-
-
-def _stage_runs(problem: PipelineProblem, counts: Sequence[int]) -> list[Run]:
-    """Return the runs of a stage that has `counts` blocks of each run of the problem."""
-    return [
-        Run(count=count, options=run.options)
-        for run, count in zip(problem.runs, counts, strict=True)
-        if count
-    ]
-
-
-def _shifted_starts(problem: PipelineProblem, counts: Sequence[int], start: int) -> range:
-    """Return where an interval of these counts may start: all over a run if it lies in one."""
-    used = [index for index, count in enumerate(counts) if count]
-    if len(used) != 1:
-        return range(start, start + 1)
-    first = sum(run.count for run in problem.runs[: used[0]])
-    return range(first, first + problem.runs[used[0]].count - counts[used[0]] + 1)
-
-
-def _keep_if_better(search: _Search, places: Sequence[tuple[int, int, int]]) -> None:
+def _keep_if_better(
+    search: _Search, places: Sequence[tuple[int, int, int]], most_once: int
+) -> None:
     """Make a solution of solved stages the best one, if it is."""
-    ends = tuple(end for _, _, end in places)
     options: list[int] = []
     for place in places:
-        key = _stage_key(search, *place)
-        solution = search.solved[key]
-        if not solution.counts:
+        key = search.table.key(place)
+        column = search.table.solution(key, most_once)
+        if column is None:
             return
-        for run, counts in zip(_stage_runs(search.problem, key[2]), solution.counts, strict=True):
+        for run, counts in zip(stage_runs(search.problem, key[2]), column.counts, strict=True):
             options += [o for o in range(len(run.options)) for _ in range(counts[o])]
+    ends = tuple(end for _, _, end in places)
     costs = stage_costs(search.problem, ends, options)
     fits = all(c.memory <= room for c, room in zip(costs, search.problem.capacity, strict=True))
     assert fits, "a solved stage does not fit"
@@ -308,35 +232,8 @@ def _keep_if_better(search: _Search, places: Sequence[tuple[int, int, int]]) -> 
         )
 
 
-def _solve_whole(
-    search: _Search, cutoff: int | None, log: Callable[[str], None] | None
-) -> PipelineSolution:
-    """Return the answer of the whole programme, for options that differ in `once`."""
-    limits = [limit for limit in (cutoff, search.best and search.best.objective) if limit]
-    whole = solve_by_counting(
-        search.problem,
-        cutoff=min(limits, default=None),
-        least=search.bound,
-        time_limit_s=search.deadline - clock.monotonic(),
-        seed=search.seed,
-        workers=search.workers,
-        log=log,
-    )
-    if whole.status in ("optimal", "feasible"):
-        return _finish(search, whole, whole.status, None)
-    if search.best is None or (cutoff is not None and search.best.objective >= cutoff):
-        bound = (cutoff or 0) if whole.status == "infeasible" else search.bound
-        return _without_solution(whole.status, bound)
-    if whole.status == "infeasible":
-        return _finish(search, replace(search.best, bound=search.best.objective), "optimal", None)
-    return _finish(search, replace(search.best, bound=whole.bound), "feasible", None)
-
-
-def _finish(
-    search: _Search, solution: PipelineSolution, status: Status, cutoff: int | None
-) -> PipelineSolution:
+def _finish(search: _Search, solution: PipelineSolution) -> PipelineSolution:
     """Return a solution with the caller's option indices and the bound of the search."""
-    assert cutoff is None or solution.objective < cutoff, "a solution at or above the cutoff"
     by_block = [
         left
         for run, left in zip(search.problem.runs, search.original, strict=True)
@@ -344,9 +241,9 @@ def _finish(
     ]
     return replace(
         solution,
-        status=status,
+        status="optimal" if solution.objective == search.bound else "feasible",
         options=tuple(left[index] for left, index in zip(by_block, solution.options, strict=True)),
-        bound=max(search.bound, solution.bound),
+        bound=search.bound,
     )
 
 

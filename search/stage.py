@@ -10,6 +10,7 @@ The programme of one stage, over its runs c (`count[c]` blocks) and their option
                peak >= sum_w step[w] level[c,w] for every c                   add_peak
                sum of n[c,o] with working[o] >= w  <=  count[c] level[c,w]    add_peak
                sum (static + live kept)[c,o] n[c,o] + peak <= room            solve_stage
+               sum once[c,o] n[c,o] <= most_once                              solve_stage
 
 `step[w]` is the distance of w from the next smaller working memory. For a run of one block, level
 is a sum of its n. The bound is the Lagrangian relaxation of the last row at a grid of prices:
@@ -30,12 +31,11 @@ import numpy as np
 from numpy.typing import NDArray
 from ortools.sat.python import cp_model
 
-from autoplan.search.counting import add_peak
 from autoplan.search.cp_sat import run_solver
 from autoplan.search.partition import UNREACHABLE
 from autoplan.search.problem import BlockOption, Run, Status
 
-__all__ = ["StageSolution", "solve_stage", "stage_time_bounds"]
+__all__ = ["StageSolution", "add_peak", "solve_stage", "stage_time_bounds"]
 
 _NUM_PRICES = 24
 
@@ -48,12 +48,13 @@ _TUNING = {"linearization_level": 2, "cp_model_probing_level": 0, "symmetry_leve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSolution:
-    """Counts per run and option; `time` (ticks, without the boundary) and its proven bound."""
+    """Counts per run and option; `time` (ticks, without the boundary), its bound, and `once`."""
 
     status: Status
     counts: tuple[tuple[int, ...], ...]
     time: int
     bound: int
+    once: int
 
 
 def stage_time_bounds(
@@ -123,28 +124,37 @@ def _prices(times: NDArray[np.float64], held: NDArray[np.float64]) -> list[float
 
 
 def solve_stage(
-    runs: Sequence[Run], live: int, room: int, *, time_limit_s: float, seed: int, workers: int
+    runs: Sequence[Run],
+    live: int,
+    room: int,
+    most_once: int,
+    *,
+    time_limit_s: float,
+    seed: int,
+    workers: int,
 ) -> StageSolution:
-    """Return the fastest options of one stage's runs within its room."""
-    fastest = [_fastest_counts(run) for run in runs]
-    if _stage_memory(runs, fastest, live) <= room:
-        time = _stage_time(runs, fastest)
-        return StageSolution(status="optimal", counts=tuple(fastest), time=time, bound=time)
+    """Return the fastest options of one stage's runs within its room and `most_once` ticks."""
+    fastest = tuple(_fastest_counts(run) for run in runs)
+    once = _total_once(runs, fastest)
+    if once <= most_once and _stage_memory(runs, fastest, live) <= room:
+        time = _total_time(runs, fastest)
+        return StageSolution(status="optimal", counts=fastest, time=time, bound=time, once=once)
     if room < 0:
-        return StageSolution(status="infeasible", counts=(), time=0, bound=0)
+        return StageSolution(status="infeasible", counts=(), time=0, bound=0, once=0)
     model = cp_model.CpModel()
     peak = model.new_int_var(0, room, "peak")
     counts = [_add_run(model, run, peak) for run in runs]
-    pairs = [
-        (option, n)
+    held = sum(
+        (option.static + live * option.kept) * n
         for run, own in zip(runs, counts, strict=True)
         for option, n in zip(run.options, own, strict=True)
-    ]
-    model.add(sum((option.static + live * option.kept) * n for option, n in pairs) + peak <= room)
-    model.minimize(sum((option.forward + option.backward) * n for option, n in pairs))
+    )
+    model.add(held + peak <= room)
+    model.add(_total_once(runs, counts) <= most_once)
+    model.minimize(_total_time(runs, counts))
     outcome = run_solver(
         model,
-        [n for _, n in pairs],
+        [n for own in counts for n in own],
         time_limit_s=time_limit_s,
         seed=seed,
         workers=workers,
@@ -153,7 +163,11 @@ def solve_stage(
     values = iter(outcome.values)
     chosen = tuple(tuple(next(values) for _ in run.options) for run in runs if outcome.values)
     return StageSolution(
-        status=outcome.status, counts=chosen, time=outcome.objective, bound=outcome.bound
+        status=outcome.status,
+        counts=chosen,
+        time=outcome.objective,
+        bound=outcome.bound,
+        once=_total_once(runs, chosen) if chosen else 0,
     )
 
 
@@ -165,20 +179,46 @@ def _add_run(model: cp_model.CpModel, run: Run, peak: Any) -> list[Any]:
     return counts
 
 
+def add_peak(model: cp_model.CpModel, run: Run, counts: Sequence[Any], peak: Any) -> None:
+    """Make `peak` at least the working memory of every option of the run that is in use."""
+    steps: list[Any] = []
+    previous = 0
+    for working in sorted({option.working for option in run.options}):
+        users = sum(
+            n for option, n in zip(run.options, counts, strict=True) if option.working >= working
+        )
+        level = users
+        if run.count > 1:
+            level = model.new_bool_var(f"level[{working}]")
+            model.add(users <= run.count * level)
+        steps.append((working - previous) * level)
+        previous = working
+    model.add(peak >= sum(steps))
+
+
 def _fastest_counts(run: Run) -> tuple[int, ...]:
     """Return counts that give every block of a run its fastest option."""
     order = [
-        (option.forward + option.backward, option.static + option.kept, index)
+        (option.forward + option.backward, option.once, option.static + option.kept, index)
         for index, option in enumerate(run.options)
     ]
-    best = min(order)[2]
+    best = min(order)[-1]
     return tuple(run.count if index == best else 0 for index in range(len(run.options)))
 
 
-def _stage_time(runs: Sequence[Run], counts: Sequence[Sequence[int]]) -> int:
-    """Return the ticks of a stage with these counts."""
+def _total_time(runs: Sequence[Run], counts: Sequence[Sequence[Any]]) -> Any:
+    """Return the ticks per micro-batch of a stage with these counts, numbers or variables."""
     return sum(
         (option.forward + option.backward) * n
+        for run, own in zip(runs, counts, strict=True)
+        for option, n in zip(run.options, own, strict=True)
+    )
+
+
+def _total_once(runs: Sequence[Run], counts: Sequence[Sequence[Any]]) -> Any:
+    """Return the ticks per step of a stage with these counts, numbers or variables."""
+    return sum(
+        option.once * n
         for run, own in zip(runs, counts, strict=True)
         for option, n in zip(run.options, own, strict=True)
     )

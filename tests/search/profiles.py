@@ -7,5 +7,5 @@ from hypothesis import settings
 __all__ = ["few", "many"]
 
 settings.register_profile("search", derandomize=True, deadline=None)
-few = settings(settings.get_profile("search"), max_examples=25)
-many = settings(settings.get_profile("search"), max_examples=100)
+few = settings(settings.get_profile("search"), max_examples=20)
+many = settings(settings.get_profile("search"), max_examples=60)

@@ -52,6 +52,26 @@ def test_pipeline_equals_exhaustive_search(problem: PipelineProblem) -> None:
     assert set(got.ends[:-1]) <= set(cut_positions(problem))
 
 
+def test_options_that_differ_in_once_are_traded_against_time() -> None:
+    """Forty alike blocks, far beyond exhaustive search; the reference is the one programme."""
+    options = tuple(
+        block(100 + 9 * o, backward=13 * o, once=700 - 90 * o, kept=60 - 7 * o, working=5 * o)
+        for o in range(6)
+    )
+    problem = PipelineProblem(
+        runs=(Run(count=1, options=(block(70, once=900),)), Run(count=40, options=options)),
+        num_microbatches=4,
+        live=(3, 2, 1),
+        capacity=(1800, 1500, 1100),
+        fixed=(0, 0, 0),
+        boundary=(5, 10, 5),
+    )
+    expected = solve_by_counting(problem, time_limit_s=60)
+    got = solve(problem)
+    assert (got.status, expected.status) == ("optimal", "optimal")
+    assert got.objective == expected.objective
+
+
 @few
 @given(problem=pipeline_problems())
 def test_only_solutions_strictly_below_the_cutoff_are_returned(problem: PipelineProblem) -> None:
@@ -66,9 +86,7 @@ def test_only_solutions_strictly_below_the_cutoff_are_returned(problem: Pipeline
 @few
 @given(problem=pipeline_problems())
 def test_the_counting_programme_equals_exhaustive_search(problem: PipelineProblem) -> None:
-    got = solve_by_counting(
-        problem, cutoff=None, least=0, time_limit_s=30, seed=0, workers=1, log=None
-    )
+    got = solve_by_counting(problem, time_limit_s=30)
     expected = best_pipeline(problem)
     assert got.status == ("infeasible" if expected is None else "optimal")
     assert got.objective == (expected or 0)

@@ -1,0 +1,192 @@
+"""What is known of the stages that were looked at: exact columns and bounds between them.
+
+The cost of a stage is a pair: ticks per micro-batch (time) and ticks per step (once). Its columns
+cover all its solutions: an exact column is a solution; a region stands for every solution whose
+once lies in least_once..most_once, and its time is a lower bound of theirs. At first a stage is one
+region. Refining a region under a limit T (all of it at first, then its middle) finds its fastest
+solution with once <= T, and leaves
+
+    least_once .. once - 1      no faster than that solution
+    T + 1 .. most_once          as it was
+
+Solutions in between cost more of both. So with options that do not differ in `once` each stage is
+solved once, and with others the regions that cuts ask for are halved until they cost too much.
+"""
+
+from __future__ import annotations
+
+import time as clock
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.search.partition import UNREACHABLE, Columns
+from autoplan.search.problem import PipelineProblem, Run
+from autoplan.search.stage import solve_stage
+
+__all__ = ["Column", "StageKey", "StageTable", "stage_runs"]
+
+StageKey = tuple[int, int, tuple[int, ...]]
+"""What the columns of a stage depend on: live, room, number of blocks of each run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A solution, with its `counts` per run and option, or a region, which has none.
+
+    Attributes:
+        time: ticks without the boundary; of a region a lower bound.
+        least_once: ticks; of a solution its own.
+        most_once: ticks; of a solution its own.
+    """
+
+    time: int
+    least_once: int
+    most_once: int
+    counts: tuple[tuple[int, ...], ...] = ()
+
+
+class StageTable:
+    """The costs of all intervals as all stages, sharpened where a cut needs them.
+
+    Attributes:
+        time: [stage, start, end] lower bounds in ticks, boundary included; UNREACHABLE where the
+            cuts or the memory forbid the stage, and where columns have taken its place.
+        once: [start, end] least ticks per step.
+        num_solved: calls of CP-SAT and of what spares it.
+    """
+
+    def __init__(self, problem: PipelineProblem, time: NDArray[np.int64]):
+        self.problem = problem
+        self.time = time
+        self.once = _interval_once(problem)
+        self.num_solved = 0
+        self._columns: dict[StageKey, list[Column]] = {}
+        self._places: dict[StageKey, list[tuple[int, int, int]]] = {}
+
+    def key(self, place: tuple[int, int, int]) -> StageKey:
+        """Return the key of a (stage, start, end), which gets columns if it had none."""
+        stage, start, end = place
+        counts, first = [], 0
+        for run in self.problem.runs:
+            counts.append(max(0, min(end, first + run.count) - max(start, first)))
+            first += run.count
+        room = self.problem.capacity[stage] - self.problem.fixed[stage]
+        key = (self.problem.live[stage], room, tuple(counts))
+        if key not in self._columns:
+            self._replace_by_region(key, place)
+        return key
+
+    def columns(self) -> Columns:
+        """Return every column at every place, as the cut programme takes them."""
+        rows = [
+            (*place, column.time + self.problem.boundary[place[0]], column.least_once)
+            for key, places in self._places.items()
+            for place in places
+            for column in self._columns[key]
+        ]
+        table = np.array(rows, dtype=np.int64).reshape(-1, 5).T
+        return Columns(stage=table[0], start=table[1], end=table[2], time=table[3], once=table[4])
+
+    def chosen(self, key: StageKey, most_once: int) -> Column:
+        """Return the column of least time within the threshold; of equal ones a solution."""
+        fitting = (column for column in self._columns[key] if column.least_once <= most_once)
+        return min(fitting, key=lambda column: (column.time, not column.counts, column.least_once))
+
+    def solution(self, key: StageKey, most_once: int) -> Column | None:
+        """Return the fastest solution known, within the threshold if there is one."""
+        solutions = [column for column in self._columns[key] if column.counts]
+        return min(
+            solutions,
+            key=lambda column: (column.least_once > most_once, column.time, column.least_once),
+            default=None,
+        )
+
+    def refine(
+        self, key: StageKey, region: Column, *, deadline: float, seed: int, workers: int
+    ) -> None:
+        """Put the fastest solution of (half) a region, and what is left of it, in its place."""
+        live, room, counts = key
+        self.num_solved += 1
+        limit = region.most_once
+        if any(column.counts for column in self._columns[key]):
+            limit = (region.least_once + region.most_once) // 2
+        found = solve_stage(
+            stage_runs(self.problem, counts),
+            live,
+            room,
+            limit,
+            time_limit_s=max(deadline - clock.monotonic(), 0.0),
+            seed=seed,
+            workers=workers,
+        )
+        left = [column for column in self._columns[key] if column is not region]
+        if limit < region.most_once:
+            left.append(Column(time=region.time, least_once=limit + 1, most_once=region.most_once))
+        below = limit
+        if found.counts:
+            left.append(
+                Column(
+                    time=found.time,
+                    least_once=found.once,
+                    most_once=found.once,
+                    counts=found.counts,
+                )
+            )
+            below = found.once - 1 if found.status == "optimal" else limit
+        if found.status != "infeasible" and region.least_once <= below:
+            time = max(region.time, found.bound)
+            left.append(Column(time=time, least_once=region.least_once, most_once=below))
+        self._columns[key] = left
+
+    def _replace_by_region(self, key: StageKey, place: tuple[int, int, int]) -> None:
+        """Give a stage its first column, wherever blocks of these counts may lie."""
+        stage, start, end = place
+        counts = key[2]
+        places = [
+            (same, first, first + end - start)
+            for same in range(self.problem.num_stages)
+            if self.problem.live[same] == key[0]
+            and self.problem.capacity[same] - self.problem.fixed[same] == key[1]
+            for first in _shifted_starts(self.problem, counts, start)
+        ]
+        self._columns[key] = [
+            Column(
+                time=int(self.time[place]) - self.problem.boundary[stage],
+                least_once=int(self.once[start, end]),
+                most_once=sum(
+                    count * max(option.once for option in run.options)
+                    for run, count in zip(self.problem.runs, counts, strict=True)
+                ),
+            )
+        ]
+        self._places[key] = [own for own in places if self.time[own] < UNREACHABLE]
+        for own in self._places[key]:
+            self.time[own] = UNREACHABLE
+
+
+def stage_runs(problem: PipelineProblem, counts: Sequence[int]) -> list[Run]:
+    """Return the runs of a stage that has `counts` blocks of each run of the problem."""
+    return [
+        Run(count=count, options=run.options)
+        for run, count in zip(problem.runs, counts, strict=True)
+        if count
+    ]
+
+
+def _interval_once(problem: PipelineProblem) -> NDArray[np.int64]:
+    """Return [start, end] least ticks per step of blocks start..end-1."""
+    least = [min(o.once for o in run.options) for run in problem.runs for _ in range(run.count)]
+    prefix = np.concatenate([[0], np.cumsum(np.array(least, dtype=np.int64))])
+    return np.asarray(prefix[None, :] - prefix[:, None], dtype=np.int64)
+
+
+def _shifted_starts(problem: PipelineProblem, counts: Sequence[int], start: int) -> range:
+    """Return where an interval of these counts may start: all over a run if it lies in one."""
+    used = [index for index, count in enumerate(counts) if count]
+    if len(used) != 1:
+        return range(start, start + 1)
+    first = sum(run.count for run in problem.runs[: used[0]])
+    return range(first, first + problem.runs[used[0]].count - counts[used[0]] + 1)
