@@ -174,10 +174,10 @@ class Cluster:
         """Return the link that prices collectives of a mesh axis.
 
         The axis groups `degree` ranks, `stride` apart, in blocks of `degree * stride` ranks; the
-        group that touches most nodes decides. A group inside a node has `intra`. A group over several
-        nodes has a link made of both: a send has the `inter` bandwidth of one device, a ring has
-        the ports of all its ranks in a node together, no faster than `intra`, and the latency is
-        the mean over its hops.
+        group that touches most nodes decides. A group inside a node has `intra`. A group over
+        several nodes has a link made of both: a send has the `inter` bandwidth of one device, a
+        ring has the ports of all its ranks in a node together, no faster than `intra`, and the
+        latency is the mean over its hops.
 
         Args:
             degree: ranks in a group, at least 1.
@@ -204,7 +204,7 @@ def _existing(link: LinkProfile | None) -> LinkProfile:
 @lru_cache(maxsize=4096)
 def _link_for(cluster: Cluster, degree: int, stride: int) -> LinkProfile:
     gpus = cluster.gpus_per_node
-    if degree == 1 or gpus % (degree * stride) == 0:
+    if degree == 1 or cluster.num_nodes == 1 or gpus % (degree * stride) == 0:
         return cluster.intra
     ranks_per_node = max(1, gpus // stride)
     num_crossings = min(degree, math.ceil(degree / ranks_per_node))

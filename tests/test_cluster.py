@@ -83,6 +83,7 @@ def test_link_is_intra_inside_a_node_and_inter_across() -> None:
 def test_group_that_straddles_two_nodes_has_the_inter_link() -> None:
     cluster = Cluster.parse("3x4:a100")
     assert cluster.link_for(3, 1).level == "inter"
+    assert Cluster.parse("8:a100").link_for(3, 1).level == "intra"
 
 
 def test_ring_over_nodes_is_no_faster_than_the_link_inside_them() -> None:
