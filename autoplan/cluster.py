@@ -173,11 +173,11 @@ class Cluster:
     def link_for(self, degree: int, stride: int = 1) -> LinkProfile:
         """Return the link that prices collectives of a mesh axis.
 
-        The axis groups `degree` ranks, `stride` apart, starting at rank 0; every other group of
-        the axis is at best as spread out. A group inside a node has `intra`. A group over several
-        nodes has a link made of both: a send has the `inter` bandwidth of one device, a ring has
-        the ports of all its ranks in a node together, no faster than `intra`, and the latency is
-        the mean over its hops.
+        The axis groups `degree` ranks, `stride` apart, in blocks of `degree * stride` ranks; the
+        group that touches most nodes decides. A group inside a node has `intra`. A group over
+        several nodes has a link made of both: a send has the `inter` bandwidth of one device, a
+        ring has the ports of all its ranks in a node together, no faster than `intra`, and the
+        latency is the mean over its hops.
 
         Args:
             degree: ranks in a group, at least 1.
@@ -204,18 +204,18 @@ def _existing(link: LinkProfile | None) -> LinkProfile:
 @lru_cache(maxsize=4096)
 def _link_for(cluster: Cluster, degree: int, stride: int) -> LinkProfile:
     gpus = cluster.gpus_per_node
-    if degree * stride <= gpus and gpus % (degree * stride) == 0:
+    if degree == 1 or cluster.num_nodes == 1 or gpus % (degree * stride) == 0:
         return cluster.intra
     ranks_per_node = max(1, gpus // stride)
     num_crossings = min(degree, math.ceil(degree / ranks_per_node))
-    if num_crossings < 2 and degree > 1:
+    if num_crossings < 2:
         # A group that starts late in a node can straddle two of them.
         num_crossings, ranks_per_node = 2, 1
-    if degree == 1:
-        return cluster.intra
     intra, inter = cluster.intra, cluster.inter
     hops_s = num_crossings * inter.latency_s + (degree - num_crossings) * intra.latency_s
-    ring = min(ranks_per_node * inter.bytes_per_s, max(intra.bytes_per_s, inter.bytes_per_s))
+    ring = inter.bytes_per_s
+    if ranks_per_node > 1:
+        ring = min(ranks_per_node * inter.bytes_per_s, intra.bytes_per_s)
     origin = inter.origin_by_field["bytes_per_s"]
     return replace(
         inter,

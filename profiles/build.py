@@ -105,8 +105,8 @@ def build_profile(source: DeviceSource, measurements: Measurements) -> DevicePro
 
 def _memory_origin(memory: Fact) -> Origin:
     return memory.origin(
-        "decimal GB of the datasheet; drivers report up to 6 % more, so that no allocator margin "
-        "is added to the reserve"
+        "decimal GB; a 96 GB H100 is logged as 95.0 GiB (torchtitan), so this may be low by "
+        "some 6 % and no allocator margin is added to the reserve"
     )
 
 
@@ -254,7 +254,8 @@ def _network(source: DeviceSource, measurements: Measurements) -> tuple[float, O
             f"400 Gb/s per GPU as in DGX H100, times {efficiency.value}, the network efficiency "
             f"that calculon fits on A100"
         )
-        return fact.value * efficiency.value * GBIT, fact.origin(note)
+        text = f"{note}; {fact.source}; {efficiency.source}"
+        return fact.value * efficiency.value * GBIT, Origin(kind="assumed", text=text)
     if source.name.startswith("b200"):
         last = measurements.sweep("mleng_b200", "all_reduce", 32).rows[-1]
         bus = 2 * 31 / 32 * last[0] / last[1] / 8

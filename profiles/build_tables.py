@@ -6,7 +6,7 @@ import json
 
 from autoplan.errors import ProfileError
 from autoplan.profiles.measurements import Measurements, Row
-from autoplan.profiles.origin import Origin
+from autoplan.profiles.origin import Origin, OriginKind
 from autoplan.profiles.sources import DeviceSource
 from autoplan.profiles.tables import AttentionTable, GemmDirection, GemmTable, MemoryTable
 
@@ -48,6 +48,7 @@ def gemm_tables(
         if row["op"] == "matmul" and row["gpu"] == source.gemm_donor
     ]
     text = f"efficiency by shape measured on {source.gemm_donor}; {rows[0]['source']}"
+    kind: OriginKind = "published"
     if source.gemm_donor == "B200":
         factor = 1.0
     elif ours is not None:
@@ -59,6 +60,7 @@ def gemm_tables(
     else:
         factor = peak / donor_peak
         text = f"transferred: {text}; the same fraction of peak is assumed here"
+        kind = "assumed"
     tables = []
     for role, direction in DIRECTION_BY_ROLE.items():
         chosen = [row for row in rows if row["role"] == role and _is_usual_output(row)]
@@ -77,7 +79,7 @@ def gemm_tables(
             )
         )
     return tuple(tables), {
-        "gemm": Origin(kind="published", text=text, device=source.gemm_donor),
+        "gemm": Origin(kind=kind, text=text, device=source.gemm_donor),
     }
 
 
@@ -118,7 +120,7 @@ def attention_flash(
     citation = next(iter(both.values()))[2]
     return _attention_tables(rates, dtype), {
         "attention": Origin(
-            kind="published",
+            kind="published" if is_own else "assumed",
             text=_attention_text(source, impl, is_own, citation),
             device=source.attention_donor,
         )
@@ -230,6 +232,7 @@ def memory_table(
         shares[nbytes] = nbytes / (float(row["p50"]) * 1e-3 / 2) / h100_peak
     level = shares[max(shares)]
     text = f"elementwise kernels of eager torch on H100 by size; {rows[0]['source']}"
+    kind: OriginKind = "published"
     fit = measurements.find((source.memory_fraction,), "memory_bound_op_bandwidth:default")
     if fit is not None:
         family = DONOR_DEVICES.get(source.memory_fraction, (source.memory_fraction,))
@@ -242,6 +245,7 @@ def memory_table(
     else:
         factor = 1.0
         if not source.name.startswith("h100"):
+            kind = "assumed"
             text = f"transferred: {text}; the same share of peak bandwidth is assumed here"
     table = MemoryTable(
         origin="memory_bound",
@@ -250,7 +254,7 @@ def memory_table(
             for nbytes, share in sorted(shares.items())
         ),
     )
-    return (table,), {"memory_bound": Origin(kind="published", text=text, device="H100")}
+    return (table,), {"memory_bound": Origin(kind=kind, text=text, device="H100")}
 
 
 def _rounded(rate: float) -> float:

@@ -24,6 +24,7 @@ SIZES_BYTES = (2**12, 2**16, 2**19, 2**22, 2**24, 2**26)
 START_UP_S = 60.0  # torchrun, importing torch in every process, rendezvous
 WARM_UP_CALLS = 5
 MIN_REPEATS, MAX_REPEATS = 3, 21
+SMALL_BYTES, SMALL_CALLS = 2**20, 5  # small calls in a row: ranks leave a barrier at other times
 
 
 def measure_links(
@@ -133,10 +134,11 @@ def _measure(collective: Collective, nbytes: int, device: Any, slice_s: float) -
     except (RuntimeError, NotImplementedError):
         return None  # the same on every rank: the backend refuses before it communicates
     _synchronize(device)
-    once = torch.tensor(_once_s(run, device), device=device)
+    calls = SMALL_CALLS if nbytes < SMALL_BYTES else 1
+    once = torch.tensor(_once_s(run, device, calls), device=device)
     dist.all_reduce(once, op=dist.ReduceOp.MAX)
     repeats = min(MAX_REPEATS, max(MIN_REPEATS, int(slice_s / max(float(once), 1e-6))))
-    median = statistics.median(_once_s(run, device) for _ in range(repeats))
+    median = statistics.median(_once_s(run, device, calls) for _ in range(repeats))
     slowest = torch.tensor(median, device=device, dtype=torch.float32)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     ways = 2 if collective == "send" else 1  # there and back
@@ -166,14 +168,15 @@ def _call(collective: Collective, nbytes: int, device: Any) -> Callable[[], obje
     return lambda: (dist.recv(message, 0), dist.send(message, 0))
 
 
-def _once_s(run: Callable[[], object], device: Any) -> float:
+def _once_s(run: Callable[[], object], device: Any, calls: int) -> float:
     import torch.distributed as dist
 
     dist.barrier()
     begin = time.perf_counter()
-    run()
+    for _ in range(calls):
+        run()
     _synchronize(device)
-    return time.perf_counter() - begin
+    return (time.perf_counter() - begin) / calls
 
 
 def _synchronize(device: Any) -> None:

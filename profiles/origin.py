@@ -7,7 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["SCHEMA_VERSION", "Origin", "check_origins", "check_positive", "check_schema_version"]
+__all__ = [
+    "SCHEMA_VERSION",
+    "Origin",
+    "OriginKind",
+    "check_origins",
+    "check_positive",
+    "check_schema_version",
+]
 
 SCHEMA_VERSION = 1
 

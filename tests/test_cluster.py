@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,14 @@ def test_link_is_intra_inside_a_node_and_inter_across() -> None:
 def test_group_that_straddles_two_nodes_has_the_inter_link() -> None:
     cluster = Cluster.parse("3x4:a100")
     assert cluster.link_for(3, 1).level == "inter"
+    assert Cluster.parse("8:a100").link_for(3, 1).level == "intra"
+
+
+def test_ring_over_nodes_is_no_faster_than_the_link_inside_them() -> None:
+    cluster = Cluster.parse("2x8:l40s")
+    slow = replace(cluster, intra=cluster.intra.scaled(bandwidth=0.01))
+    assert slow.link_for(16).bus_bytes_per_s == slow.intra.bytes_per_s
+    assert slow.link_for(2, 8).bus_bytes_per_s == slow.inter.bytes_per_s
 
 
 def test_axis_larger_than_the_cluster_is_refused() -> None:
