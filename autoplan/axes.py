@@ -124,6 +124,7 @@ class Rule:
         blocked: dimensions of operands or result that the op needs whole.
         added_once: operand that must be added on one rank only when a contraction is sliced.
         reduces_itself: whether a sliced contraction ends replicated (the op communicates inside).
+        in_one_piece: whether a contraction may only be sliced in one piece per rank.
     """
 
     operands: tuple[str, ...]
@@ -132,6 +133,7 @@ class Rule:
     blocked: list[Dim] = field(default_factory=list)
     added_once: int | None = None
     reduces_itself: bool = False
+    in_one_piece: bool = False
 
 
 @dataclass(slots=True)
@@ -585,7 +587,17 @@ def _matmul(found: Analysis, op: Op) -> Rule | None:
     gemm: dict[int | str, GemmDim] = {d: role for d in lead if d is not None}
     gemm |= {"m": "m", "n": "n"}
     operands: list[tuple[str, Labels]] = [(x, first), (w, second)]
-    return _labelled(found, op, operands, [*lead, "m", "n"], contracts={"k": "k"}, gemm=gemm)
+    rule = _labelled(found, op, operands, [*lead, "m", "n"], contracts={"k": "k"}, gemm=gemm)
+    _note_heads(found, op, rule)
+    return rule
+
+
+def _note_heads(found: Analysis, op: Op, rule: Rule) -> None:
+    """Take the batch axes of a product of two activations for heads."""
+    for link in rule.links:
+        side = link.sides[-1]
+        if link.gemm_dim == "batch" and side.operand == RESULT:
+            found.heads += [found.dims[op.name][dim] for dim in side.dims]
 
 
 def _einsum(found: Analysis, op: Op) -> Rule | None:
@@ -605,7 +617,9 @@ def _einsum(found: Analysis, op: Op) -> Rule | None:
             gemm[letter] = "batch" if shared else "m" if letter in words[0] else "n"
     joint = set(words[0]).intersection(*words[1:]) - set(out)
     contracts: dict[int | str, GemmDim] = dict.fromkeys(sorted(joint), "k")
-    return _labelled(found, op, operands, list(out), contracts=contracts, gemm=gemm)
+    rule = _labelled(found, op, operands, list(out), contracts=contracts, gemm=gemm)
+    _note_heads(found, op, rule)
+    return rule
 
 
 def _norm(found: Analysis, op: Op) -> Rule | None:
@@ -706,7 +720,9 @@ def _embedding(found: Analysis, op: Op) -> Rule | None:
     lead: list[int | str | None] = list(range(_rank(found, ids)))
     operands: list[tuple[str, Labels]] = [(w, ["vocabulary", "n"]), (ids, lead)]
     found.vocabulary.append(found.dims[w][0])
-    return _labelled(found, op, operands, [*lead, "n"], contracts={"vocabulary": ""})
+    rule = _labelled(found, op, operands, [*lead, "n"], contracts={"vocabulary": ""})
+    rule.in_one_piece = True
+    return rule
 
 
 def _cross_entropy(found: Analysis, op: Op) -> Rule | None:
@@ -721,7 +737,7 @@ def _cross_entropy(found: Analysis, op: Op) -> Rule | None:
     operands: list[tuple[str, Labels]] = [(logits, [None, "vocabulary"]), (target, [None])]
     result: Labels = [None] * len(op.meta.shape)
     rule = _labelled(found, op, operands, result, contracts={"vocabulary": ""})
-    rule.reduces_itself = True
+    rule.reduces_itself = rule.in_one_piece = True
     found.vocabulary.append(found.dims[logits][1])
     return rule
 

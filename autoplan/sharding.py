@@ -144,6 +144,8 @@ def _sliced(
             else:
                 text = "R*" if name in trained else "R"
             is_possible &= required.setdefault(name, text) == text
+        if is_contracted and rule.in_one_piece:
+            is_possible &= all(outer == 1 for _, outer in piece.places.values())
         if mutates_input(op) and required[op.inputs()[0]][0] != "S":
             is_possible = False
         if not is_possible:
