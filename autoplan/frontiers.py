@@ -84,9 +84,9 @@ def fastest_plain(
 
 
 def fastest_ops_s(block: BlockTrace, timer: Timer) -> float:
-    """Return seconds below which no decision of the class is: each op at its fastest, no collective.
+    """Return seconds below which no decision of the class is: each op at its fastest.
 
-    Drops every constraint between ops, so it bounds the frontier from below without a solve.
+    Drops collectives and every constraint between ops: a bound of the frontier without a solve.
     """
     degree = timer.degree
     total = 0.0

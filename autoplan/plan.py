@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from autoplan import codec
 from autoplan.errors import PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import nn
+
+    from autoplan.runtime import ParallelModule
 
 __all__ = [
     "BlockPlan",
@@ -248,6 +256,43 @@ class Plan:
         partial = target.with_name(target.name + ".partial")
         partial.write_text(self.to_json() + "\n")
         partial.replace(target)
+
+    def report(self) -> str:
+        """Return the plan as text: what, why, memory by category, simpler strategies, bound."""
+        from autoplan.report import plan_report
+
+        return plan_report(self)
+
+    def parallelize(
+        self,
+        model: nn.Module,
+        batch: Any = None,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        *,
+        device: torch.device | str | None = None,
+        timeout_s: float = 120.0,
+    ) -> ParallelModule:
+        """Return this rank's part of `model`; called on every rank of the plan, under torchrun.
+
+        Args:
+            model: the model that was planned, with the same weights on every rank.
+            batch, loss_fn: as given to `optimize`; may be left out where this process planned.
+            device, timeout_s: see `autoplan.emitter.parallelize`.
+
+        Raises:
+            PlanError: another model, another world size, or no batch is known.
+            EmitError: the plan cannot be run with this model or this torch.
+        """
+        from autoplan.emitter import parallelize
+
+        if batch is None:
+            if self.attached is None:
+                raise PlanError(
+                    "the plan does not know its batch: pass batch= (an example of the planned "
+                    "form) and loss_fn= to parallelize"
+                )
+            batch, loss_fn = self.attached
+        return parallelize(self, model, batch, loss_fn, device=device, timeout_s=timeout_s)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

@@ -9,19 +9,21 @@ priced again exactly, beside the simpler strategies that people would try.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from autoplan.batches import batch_rows
 from autoplan.capture import LossFn
 from autoplan.cluster import Cluster
-from autoplan.costs import TICK_S, PlanPrice, Pricer
-from autoplan.errors import InfeasibleError, SearchLimitError
+from autoplan.costs import TICK_S, Pricer
+from autoplan.errors import AutoplanError, InfeasibleError, SearchLimitError
 from autoplan.frontiers import Decision, fastest_ops_s
 from autoplan.graph import Trace
 from autoplan.plan import Plan, SearchRecord, Simpler
@@ -38,6 +40,7 @@ from autoplan.units import format_bytes
 
 __all__ = ["Planner", "optimize"]
 
+_BROADCAST_TIMEOUT_S = 1800.0
 _TRACED_ROWS = (2, 4)
 _FRONTIER_ROWS = (1, 4)
 
@@ -140,7 +143,7 @@ class Planner:
         )
 
     def ops_bound(self, setting: Setting) -> int:
-        """Return ticks below which no plan of the setting is: every op at its fastest, no memory."""
+        """Return ticks below which no plan of the setting is: every op at its fastest."""
         key = (setting.tp, setting.microbatch_size)
         if key not in self._ops_bounds:
             pricer = self.pricer(setting.microbatch_size)
@@ -446,6 +449,42 @@ def optimize(
         name=name,
         pins=pins,
     )
+    return on_rank_zero(
+        lambda: _search_plan(planner, time_limit_s, progress, compare),
+        attached=(planner.batch, loss_fn),
+    )
+
+
+def on_rank_zero(search: Callable[[], Plan], *, attached: Any) -> Plan:
+    """Return what `search` gives; under torchrun only rank 0 searches and the others receive it.
+
+    Raises:
+        AutoplanError: on every rank, what rank 0 raised.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not dist.is_initialized():
+        return search()
+    from autoplan.processes import ensure_process_group
+
+    if not dist.is_initialized():
+        ensure_process_group(None, _BROADCAST_TIMEOUT_S)
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [search().to_json(), None]
+        except (AutoplanError, ValueError) as error:
+            answer = [None, error]
+    dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise answer[1]
+    return replace(Plan.from_json(answer[0]), attached=attached)
+
+
+def _search_plan(
+    planner: Planner,
+    time_limit_s: float,
+    progress: Callable[[Progress], None] | None,
+    compare: bool,
+) -> Plan:
     result, settings = planner.search(time_limit_s=time_limit_s, progress=progress)
     if result.best_name is None or result.solution is None:
         if result.status == "infeasible":
@@ -483,8 +522,3 @@ def _record(result: MeshResult) -> SearchRecord:
         settings={kind: result.count(kind) for kind in kinds},  # type: ignore[arg-type]
         outcomes={o.name: f"{o.kind}: {o.reason}" for o in result.outcomes},
     )
-
-
-def price_summary(price: PlanPrice) -> str:
-    """Return one line of a price, for messages."""
-    return f"{price.step_time_s:.4g} s a step, peak {format_bytes(price.peak_memory_bytes)}"

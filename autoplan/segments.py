@@ -23,6 +23,7 @@ from autoplan.program import (
     State,
     TensorMeta,
     map_refs,
+    refs,
     text_hash,
 )
 from autoplan.shortening import Shortening, ShortRun
@@ -118,7 +119,7 @@ def _split_side(flat: FlatProgram) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
     """Return the side ops and the others; a mutating or random op is never a side op."""
     plain = set(flat.inputs) | set(flat.constants)
     plain |= {name for name in flat.states if name not in flat.parameters}
-    written = {op.inputs()[0] for op in flat.ops if mutates_input(op) and op.inputs()}
+    written = {name for op in flat.ops for name in written_inputs(op)}
     side, body = [], []
     for op in flat.ops:
         inputs = op.inputs()
@@ -180,6 +181,22 @@ def mutates_input(op: Op) -> bool:
     if name in ("aten::batch_norm", "aten::instance_norm"):
         return bool(op.args[5])
     return op.target._schema.is_mutable
+
+
+def written_inputs(op: Op) -> tuple[str, ...]:
+    """Return the names of the values that the operator writes to."""
+    if not mutates_input(op):
+        return ()
+    schema = op.target._schema  # type: ignore[attr-defined]
+    if schema.name in ("aten::batch_norm", "aten::instance_norm"):
+        return tuple(refs(op.args[3:5]))
+    found: list[str] = []
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            is_positional = index < len(op.args)
+            value = op.args[index] if is_positional else op.kwargs.get(argument.name)
+            found.extend(refs(value))
+    return tuple(found)
 
 
 def is_random(op: Op) -> bool:

@@ -32,7 +32,7 @@ from autoplan.kernels import storage_bytes, storage_key, tensors_in
 from autoplan.opcost import OpMeter
 from autoplan.program import BlockGraph, Call, Op, Program, TensorMeta
 from autoplan.runner import BlockRun, run_block, side_values
-from autoplan.segments import is_random, mutates_input
+from autoplan.segments import is_random, mutates_input, written_inputs
 from autoplan.sharding import shard_options
 
 __all__ = ["trace", "trace_program"]
@@ -86,8 +86,9 @@ def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str
                 inputs = [values[name] for name in call.args]
                 runs[call.graph] = run_block(graph, inputs, backend, meter, call.fqn)
             values.update(zip(call.outs, runs[call.graph].outputs, strict=True))
+        written = _written_storages(program, runs)
         blocks = tuple(
-            _block_trace(program, index, runs[index], made_by_calls)
+            _block_trace(program, index, runs[index], made_by_calls, written[index])
             for index in range(len(program.graphs))
         )
         sizes = {name: _nbytes(value) for name, value in values.items()}
@@ -137,7 +138,7 @@ def _value_trace(name: str, meta: TensorMeta | None, *, is_activation: bool) -> 
 
 
 def _block_trace(
-    program: Program, index: int, run: BlockRun, made_by_calls: set[str]
+    program: Program, index: int, run: BlockRun, made_by_calls: set[str], written: set[int]
 ) -> BlockTrace:
     graph = program.graphs[index]
     call = next(call for call in program.calls if call.graph == index)
@@ -162,13 +163,12 @@ def _block_trace(
             )
             for state in graph.states
         ),
-        ops=_op_traces(graph, run),
+        ops=_op_traces(graph, run, written),
         outputs=graph.outputs,
     )
 
 
-def _op_traces(graph: BlockGraph, run: BlockRun) -> tuple[OpTrace, ...]:
-    written = _written_storages(graph, run)
+def _op_traces(graph: BlockGraph, run: BlockRun, written: set[int]) -> tuple[OpTrace, ...]:
     accumulated = _accumulated_bytes(graph, run)
     options = shard_options(graph)
     return tuple(
@@ -224,13 +224,26 @@ def _op_trace(
     )
 
 
-def _written_storages(graph: BlockGraph, run: BlockRun) -> set[int]:
-    """Return the storages that some op of the block writes to in place."""
-    written: set[int] = set()
-    for op in graph.ops:
-        if mutates_input(op) and op.inputs():
-            written |= {storage_key(t) for t in tensors_in(run.values[op.inputs()[0]])}
+def _written_storages(program: Program, runs: Mapping[int, BlockRun]) -> list[set[int]]:
+    """Return for each block graph its storages that are written to in place, there or later on."""
+    written: list[set[int]] = [set() for _ in program.graphs]
+    for index, graph in enumerate(program.graphs):
+        names = [name for op in graph.ops for name in written_inputs(op)]
+        written[index] = _storages(runs[index], names)
+    origin: dict[str, tuple[int, str]] = {}
+    for call in program.calls:
+        graph, run = program.graphs[call.graph], runs[call.graph]
+        for name, arg in zip(graph.inputs, call.args, strict=True):
+            if arg in origin and _storages(run, [name]) & written[call.graph]:
+                source, result = origin[arg]
+                written[source] |= _storages(runs[source], [result])
+        for name, out in zip(graph.outputs, call.outs, strict=True):
+            origin[out] = (call.graph, name)
     return written
+
+
+def _storages(run: BlockRun, names: Iterable[str]) -> set[int]:
+    return {storage_key(tensor) for name in names for tensor in tensors_in(run.values[name])}
 
 
 def _accumulated_bytes(graph: BlockGraph, run: BlockRun) -> dict[str, int]:

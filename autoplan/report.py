@@ -1,0 +1,124 @@
+"""A plan as text: what was chosen, what it is predicted to take, why, and what else was there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autoplan.plan import Plan, StagePlan
+from autoplan.units import format_bytes, format_seconds
+
+__all__ = ["plan_report", "table"]
+
+
+def table(rows: Sequence[Sequence[str]], *, indent: str = "  ") -> str:
+    """Return rows as aligned text; the first is the heading, numbers sit right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(indent + "  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def plan_report(plan: Plan) -> str:
+    """Return the report of a plan; every number in it is a prediction unless it says measured."""
+    return "\n".join(_lines(plan))
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    predicted, search = plan.predicted, plan.search
+    yield f"Plan of {plan.model} for {plan.provenance.get('cluster', 'a cluster')}"
+    yield (
+        f"  mesh {plan.mesh}, ZeRO stage {plan.zero_stage}, schedule {plan.schedule}, "
+        f"{plan.num_microbatches} micro-batches of {plan.microbatch_size} "
+        f"(global batch {plan.global_batch_size}), {plan.optimizer}"
+        + (f", {plan.mixed_precision} mixed precision" if plan.mixed_precision != "none" else "")
+    )
+    yield (
+        f"  predicted step time {format_seconds(predicted.step_time_s)}, predicted peak "
+        f"{format_bytes(max(predicted.peak_memory_bytes))} of "
+        f"{format_bytes(predicted.capacity_bytes)} a device"
+    )
+    if search.status == "priced":
+        yield "  given, not searched"
+    else:
+        counts = ", ".join(f"{n} {kind}" for kind, n in search.settings.items() if n)
+        yield (
+            f"  search: {search.status}, bound {format_seconds(search.bound_s)}, gap "
+            f"{search.gap:.2%}, {search.wall_time_s:.1f} s, settings: {counts}"
+        )
+    yield ""
+    yield "Stages"
+    yield table(
+        [("stage", "blocks", "recompute", "time", "peak"), *(_stage(plan, s) for s in plan.stages)]
+    )
+    yield ""
+    yield "Memory by category at the peak of each stage"
+    names = list(predicted.memory_by_category[0])
+    yield table(
+        [
+            ("stage", *names),
+            *(
+                (str(i), *(format_bytes(parts[n]) for n in names))
+                for i, parts in enumerate(predicted.memory_by_category)
+            ),
+        ]
+    )
+    yield ""
+    yield "Time of a step by category"
+    shown = {k: v for k, v in predicted.time_by_category.items() if v > 0}
+    yield table([("category", "time"), *((k, format_seconds(v)) for k, v in shown.items())])
+    yield from _decisions(plan)
+    if plan.simpler:
+        yield ""
+        yield "Simpler strategies, priced by the same model"
+        yield table([("strategy", "step time", "peak", "fits"), *_simpler(plan)])
+    yield ""
+    looked = ", ".join(f"{n} {how}" for how, n in predicted.lookups.items())
+    yield f"Predicted with profile {plan.provenance.get('profile', 'unknown')}; look-ups: {looked}"
+    for note in plan.notes:
+        yield f"Note: {note}"
+
+
+def _stage(plan: Plan, stage: StagePlan) -> tuple[str, str, str, str, str]:
+    first, last = stage.blocks[0], stage.blocks[-1]
+    counts: dict[str, int] = {}
+    for block in stage.blocks:
+        counts[block.recompute] = counts.get(block.recompute, 0) + 1
+    modes = ", ".join(f"{n} x {name}" for name, n in counts.items())
+    return (
+        str(stage.index),
+        f"{first.fqn or first.block} .. {last.fqn or last.block} ({len(stage.blocks)})",
+        modes,
+        format_seconds(plan.predicted.stage_time_s[stage.index]),
+        format_bytes(plan.predicted.peak_memory_bytes[stage.index]),
+    )
+
+
+def _decisions(plan: Plan) -> Iterator[str]:
+    kept = {name: entry for name, entry in plan.recompute.items() if entry.keep}
+    if kept:
+        yield ""
+        yield "Recompute marks: kept results, everything else in the block runs again"
+        for name, entry in kept.items():
+            yield f"  {name}: {', '.join(entry.keep)}"
+    if plan.mesh.tp > 1:
+        yield ""
+        yield "Tensor-parallel placements of parameters (S: sharded dimension, R: replicated)"
+        for name, layout in plan.placements.items():
+            sharded = {k: v for k, v in layout.parameters.items() if v != "R"}
+            text = ", ".join(f"{k} {v}" for k, v in sharded.items()) or "all replicated"
+            yield f"  {name}: {text}"
+
+
+def _simpler(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
+    for row in plan.simpler:
+        yield (
+            row.name,
+            format_seconds(row.step_time_s),
+            format_bytes(row.peak_memory_bytes),
+            "yes" if row.fits else "no",
+        )
