@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.executor import compile_graph
 from autoplan.program import BlockGraph
-from autoplan.recompute import KeepPlan, keep_plan, run_region
+from autoplan.recompute import KeepPlan, Nowhere, keep_plan, run_region
 from autoplan.stages import find_state
 
 __all__ = ["BoundCall", "install"]
@@ -33,7 +33,6 @@ class BoundCall:
         *,
         mode: Literal["none", "full", "selective"],
         keep: Sequence[str],
-        partial: Sequence[str],
         localise: Sequence[Localise | None],
         device: torch.device,
     ) -> None:
@@ -42,14 +41,14 @@ class BoundCall:
         self._mode = mode
         self._keep: KeepPlan | None = None
         if mode == "selective":
-            self._keep = keep_plan([op.name for op in graph.ops], keep, partial)
+            self._keep = keep_plan(graph.ops, keep)
         compiled = compile_graph(graph, device, is_marked=self._keep is not None)
         self._function = compiled.function
         self.source = compiled.source
 
     def __call__(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
         if self._mode == "none" or not torch.is_grad_enabled():
-            return self._run(*([_nowhere] if self._keep is not None else []), *inputs)
+            return self._run(*([Nowhere()] if self._keep is not None else []), *inputs)
         return run_region(self._run, self._keep, *inputs)
 
     def _run(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
@@ -66,10 +65,6 @@ class BoundCall:
                 state = state.to_local()
             states.append(state)
         return tuple(states)
-
-
-def _nowhere(index: int) -> None:
-    """Take the place of a recompute context where no gradient is wanted."""
 
 
 class _BlockForward:

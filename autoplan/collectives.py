@@ -95,6 +95,19 @@ class Redistribute:
         backward = self._local(names[1], self.required, self.produced)
         return _Redistributed.apply(value, forward, backward)  # type: ignore[no-untyped-call]
 
+    def recall(self, value: Any, result: Any) -> Any:
+        """Return `result`, which an earlier call made of `value`, as this call's: nothing is sent.
+
+        The gradient flows to `value` as from a call.
+        """
+        if isinstance(value, (tuple, list)):
+            return tuple(self.recall(v, r) for v, r in zip(value, result, strict=True))
+        names = transition(self.produced, self.required)
+        assert names is not None, self.__name__
+        backward = self._local(names[1], self.required, self.produced)
+        stored = result.detach()
+        return _Redistributed.apply(value, lambda _: stored, backward)  # type: ignore[no-untyped-call]
+
     def _local(self, name: str, source: Placement, target: Placement) -> Local:
         """Return the function on local tensors; `source` and `target` as its direction sees them.
 

@@ -37,6 +37,7 @@ from autoplan.stages import (
     slice_program,
     stage_function,
 )
+from autoplan.tensor_parallel import lower_calls, whole_calls
 
 __all__ = ["parallelize"]
 
@@ -129,7 +130,7 @@ class _Emission:
     timeout_s: float
 
     def build(self) -> ParallelModule:
-        """Return the module: stage, tensor parallelism, recompute, ZeRO, pipeline, in this order."""
+        """Return the module: stage, tensor parallelism, recompute, ZeRO, pipeline in turn."""
         plan, program = self.plan, self.program
         cuts = [[block.call for block in stage.blocks] for stage in plan.stages]
         stages = slice_program(program, cuts)
@@ -166,18 +167,22 @@ class _Emission:
     def _bind_calls(self, stage: StageSlice, root: StageRoot) -> dict[int, BoundCall]:
         """Return the stage's calls bound to its modules; block forwards are replaced."""
         plan, program = self.plan, self.program
+        if plan.mesh.tp > 1:
+            assert self.mesh is not None, "tensor parallelism has a mesh"
+            local = lower_calls(plan, program, stage, root, self.mesh)
+        else:
+            local = whole_calls(program, stage)
         calls = {}
         for block in plan.stages[stage.index].blocks:
             call = program.calls[block.call]
             recompute = plan.recompute[block.recompute]
             calls[block.call] = BoundCall(
-                program.graphs[call.graph],
+                local[block.call].graph,
                 call.states,
                 root,
                 mode=recompute.mode,
                 keep=recompute.keep,
-                partial=(),
-                localise=[None] * len(call.states),
+                localise=local[block.call].localise,
                 device=self.device,
             )
             if call.fqn:

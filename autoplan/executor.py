@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from autoplan.collectives import Redistribute
 from autoplan.program import BlockGraph, Op, Ref
 
 __all__ = ["CompiledFunction", "Writer", "compile_graph"]
@@ -49,6 +50,15 @@ class Writer:
             free = f"{name}_{number}"
         self._objects[free] = value
         return free
+
+    def marked(self, index: int, op: Op) -> None:
+        """Append the lines that tell the region which op runs, and run it."""
+        if isinstance(op.target, Redistribute):
+            value = self.text(op.args[0])
+            self.add(f"{op.name} = region.through({index}, {self._target(op)}, {value})")
+            return
+        self.add(f"region.at({index})")
+        self.op(op)
 
     def op(self, op: Op) -> None:
         """Append the line that runs `op`."""
@@ -114,10 +124,10 @@ def compile_graph(
     Args:
         graph: the block graph.
         device: takes the place of the meta device that the graph was captured on.
-        is_marked: tell `at(index)` before each op which op runs; recompute contexts read it.
+        is_marked: tell a recompute region before each op which op runs.
 
     Returns:
-        `f(states, *inputs) -> outputs`, or `f(states, at, *inputs) -> outputs` when marked.
+        `f(states, *inputs) -> outputs`, or `f(states, region, *inputs) -> outputs` when marked.
     """
     writer = Writer(device)
     states = [state.name for state in graph.states]
@@ -128,12 +138,13 @@ def compile_graph(
     writer.delete(name for name in known if name not in last_use)
     for index, op in enumerate(graph.ops):
         if is_marked:
-            writer.add(f"at({index})")
-        writer.op(op)
+            writer.marked(index, op)
+        else:
+            writer.op(op)
         read = {*op.inputs(), op.name}
         writer.delete(name for name in read if last_use.get(name, index) == index)
     writer.add(f"return ({''.join(name + ', ' for name in graph.outputs).rstrip()})")
-    parameters = ["states", *(["at"] if is_marked else []), *graph.inputs]
+    parameters = ["states", *(["region"] if is_marked else []), *graph.inputs]
     return writer.compile(graph.name, parameters)
 
 

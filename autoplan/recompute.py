@@ -17,9 +17,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from autoplan.collectives import Redistribute
 from autoplan.errors import EmitError
+from autoplan.program import Op
 
-__all__ = ["KeepPlan", "keep_plan", "run_region"]
+__all__ = ["KeepPlan", "Nowhere", "Region", "keep_plan", "run_region"]
 
 # Autograd adds these differently in the two runs.
 _IGNORED = (torch.ops.aten.detach.default,)
@@ -41,31 +43,30 @@ class KeepPlan:
     names: tuple[str, ...]
 
 
-def keep_plan(names: Sequence[str], keep: Sequence[str], partial: Sequence[str]) -> KeepPlan:
-    """Return what a region over ops `names` stores for the marks `keep`.
+def keep_plan(ops: Sequence[Op], keep: Sequence[str]) -> KeepPlan:
+    """Return what a region over `ops` stores for the marks `keep`.
 
-    Args:
-        names: op names of the graph, in order.
-        keep: ops whose results are kept.
-        partial: ops whose result is an addend over tensor-parallel ranks; their redistributed
-            result, named `<op>__<placement>`, is kept in their place.
+    An op whose result is an addend over tensor-parallel ranks is kept as what its redistributions
+    make of it, so that their collectives do not run again.
 
     Raises:
         EmitError: a kept op is not in the graph.
     """
-    index_by_name = {name: index for index, name in enumerate(names)}
+    index_by_name = {op.name: index for index, op in enumerate(ops)}
+    sums: dict[str, list[int]] = {}
+    for index, op in enumerate(ops):
+        if isinstance(op.target, Redistribute) and op.target.produced.kind == "partial":
+            sums.setdefault(op.inputs()[0], []).append(index)
     stored: set[int] = set()
     skipped: set[int] = set()
     for name in keep:
         if name not in index_by_name:
             raise EmitError(f"recompute keeps {name}, which is no op of the graph: plan again")
-        followers = [n for n in names if n.startswith(f"{name}__")] if name in partial else []
-        if followers:
-            skipped.add(index_by_name[name])
-            stored.update(index_by_name[follower] for follower in followers)
-        else:
-            stored.add(index_by_name[name])
-    return KeepPlan(stored=frozenset(stored), skipped=frozenset(skipped), names=tuple(names))
+        (skipped if name in sums else stored).add(index_by_name[name])
+        stored.update(sums.get(name, ()))
+    return KeepPlan(
+        stored=frozenset(stored), skipped=frozenset(skipped), names=tuple(op.name for op in ops)
+    )
 
 
 @dataclass(slots=True)
@@ -80,21 +81,49 @@ class _Stored:
 
 
 @dataclass(slots=True)
-class _Region:
-    """What one run of a region stored, and which op runs now."""
+class Region:
+    """One run of a selective region: which op runs now, and what was stored.
+
+    Generated code calls `at` before each op, and runs redistributions by `through`.
+    """
 
     plan: KeepPlan
     current: int = -1
+    is_again: bool = False
     kernels: dict[int, list[_Stored]] = field(default_factory=dict)
+    results: dict[int, Any] = field(default_factory=dict)
 
     def at(self, index: int) -> None:
+        """Note that the op at `index` runs next."""
         self.current = index
+
+    def through(self, index: int, target: Redistribute, value: Any) -> Any:
+        """Return what `target` makes of `value`; a stored result needs no collective again."""
+        self.current = -1
+        if index not in self.plan.stored:
+            return target(value)
+        if self.is_again:
+            return target.recall(value, self.results[index])
+        result = target(value)
+        self.results[index] = pytree.tree_map(torch.Tensor.detach, result)
+        return result
+
+
+class Nowhere:
+    """Takes the place of a region where no gradient is wanted."""
+
+    def at(self, index: int) -> None:
+        """Ignore which op runs."""
+
+    def through(self, index: int, target: Redistribute, value: Any) -> Any:
+        """Run the redistribution."""
+        return target(value)
 
 
 class _Save(TorchDispatchMode):
     """First run: store what the kept ops' kernels return."""
 
-    def __init__(self, region: _Region) -> None:
+    def __init__(self, region: Region) -> None:
         super().__init__()
         self._region = region
 
@@ -121,13 +150,14 @@ class _Save(TorchDispatchMode):
 class _Load(TorchDispatchMode):
     """Second run: hand out what was stored in place of running kernels of kept ops."""
 
-    def __init__(self, region: _Region) -> None:
+    def __init__(self, region: Region) -> None:
         super().__init__()
         self._region = region
         self._next: dict[int, int] = {}
 
     def __enter__(self) -> _Load:
         self._next.clear()
+        self._region.is_again = True
         super().__enter__()
         return self
 
@@ -186,7 +216,7 @@ def _restore(entry: _Stored, name: str) -> Any:
     return pytree.tree_unflatten(leaves, entry.spec)
 
 
-def _contexts(region: _Region) -> tuple[_Save, _Load]:
+def _contexts(region: Region) -> tuple[_Save, _Load]:
     return _Save(region), _Load(region)
 
 
@@ -198,16 +228,16 @@ def run_region(
     """Run `function` as a recomputed region.
 
     Args:
-        function: `function(at, *inputs)` if `keep` is given, else `function(*inputs)`.
+        function: `function(region, *inputs)` if `keep` is given, else `function(*inputs)`.
         keep: what to store; None stores nothing but the inputs.
         inputs: values that enter; they are kept.
     """
     if keep is None:
         result = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=True)
     else:
-        region = _Region(keep)
+        region = Region(keep)
         result = checkpoint(
-            functools.partial(function, region.at),
+            functools.partial(function, region),
             *inputs,
             use_reentrant=False,
             preserve_rng_state=True,

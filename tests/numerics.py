@@ -133,6 +133,9 @@ def _check(case: Case) -> list[str]:
     batch = global_batch(rows)
     names = [name for name, _ in model.named_parameters()]
     program = capture(model, batch, loss, microbatch_size=ROWS)
+    layouts = arguments.pop("layouts", None)
+    if layouts is not None:
+        arguments["layouts"] = layouts(program, arguments.get("tp", 1))
     keep = arguments.pop("recompute", None)
     if keep is not None:
         arguments["recompute"] = keep(program)

@@ -1,0 +1,201 @@
+"""Tensor parallelism of one stage: local graphs, and parameters as DTensors over the tp mesh.
+
+A parameter is stored as its block's graph needs it. Where two calls need one parameter in different
+placements, or where FSDP could not put a strided slice back together, it is stored whole and each
+call takes its slice in the forward; the gradients of such slices are addends.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from autoplan.collectives import local_slice
+from autoplan.graph import Placement
+from autoplan.lowering import LoweredBlock, dtensor_placement, lower
+from autoplan.plan import Layout, Plan
+from autoplan.program import BlockGraph, Program
+from autoplan.sharding import shard_options
+from autoplan.stages import StageSlice, find_state
+
+__all__ = ["LocalCall", "lower_calls", "whole_calls"]
+
+_WHOLE = Placement(kind="replicate")
+
+Localise = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalCall:
+    """What this rank runs of a call.
+
+    Attributes:
+        graph: local form of the block graph.
+        localise: per state of the graph, how its local form is read; None: as it is stored.
+    """
+
+    graph: BlockGraph
+    localise: tuple[Localise | None, ...]
+
+
+def whole_calls(program: Program, stage: StageSlice) -> dict[int, LocalCall]:
+    """Return the calls of a stage without tensor parallelism."""
+    calls = {}
+    for index in stage.calls:
+        graph = program.graphs[program.calls[index].graph]
+        calls[index] = LocalCall(graph=graph, localise=(None,) * len(graph.states))
+    return calls
+
+
+def lower_calls(
+    plan: Plan, program: Program, stage: StageSlice, root: nn.Module, mesh: DeviceMesh
+) -> dict[int, LocalCall]:
+    """Return the local calls of a stage; its parameters become DTensors, ties stay one object.
+
+    Args:
+        plan: its layouts are applied.
+        program: the captured model.
+        stage: which slice.
+        root: of the stage; changed in place.
+        mesh: (pp, dp, tp).
+    """
+    tp = mesh["tp"]
+    lowered = _lower_all(plan, program, stage, tp)
+    required = _required(program, lowered)
+    is_fsdp = plan.zero_stage > 0 and mesh["dp"].size() > 1
+    stored: dict[str, Placement] = {}
+    for first, wanted in required.items():
+        parameter = _parameter(root, first, program)
+        one = wanted[0] if len(set(wanted)) == 1 else _WHOLE
+        if is_fsdp and not _fsdp_can(parameter, one, mesh["dp"].size()):
+            one = _WHOLE
+        stored[first] = one
+    _distribute(root, stored, program, tp)
+    calls = {}
+    for index, block in lowered.items():
+        localise = tuple(
+            _localise(stored.get(program.aliases.get(fqn, fqn)), placement, tp)
+            for fqn, placement in _placements(program, index, block)
+        )
+        calls[index] = LocalCall(graph=block.graph, localise=localise)
+    return calls
+
+
+def _lower_all(
+    plan: Plan, program: Program, stage: StageSlice, tp: DeviceMesh
+) -> dict[int, LoweredBlock]:
+    cache: dict[tuple[int, str], LoweredBlock] = {}
+    lowered = {}
+    for block in plan.stages[stage.index].blocks:
+        number = program.calls[block.call].graph
+        key = (number, block.placements)
+        if key not in cache:
+            graph = program.graphs[number]
+            layout: Layout | None = plan.placements.get(block.placements)
+            cache[key] = lower(
+                graph,
+                shard_options(graph),
+                layout.axes if layout is not None else {},
+                degree=tp.size(),
+                rank=tp.get_local_rank(),
+                group=tp.get_group(),
+            )
+        lowered[block.call] = cache[key]
+    return lowered
+
+
+def _placements(
+    program: Program, index: int, block: LoweredBlock
+) -> list[tuple[str, Placement | None]]:
+    """Return per state of a call its absolute FQN and, for a parameter, its placement."""
+    graph = program.graphs[program.calls[index].graph]
+    return [
+        (fqn, Placement.parse(block.parameters[state.fqn]) if state.is_parameter else None)
+        for fqn, state in zip(program.calls[index].states, graph.states, strict=True)
+    ]
+
+
+def _required(
+    program: Program, lowered: Mapping[int, LoweredBlock]
+) -> dict[str, list[Placement]]:
+    """Return per parameter (first name) the placements that calls need it in."""
+    required: dict[str, list[Placement]] = {}
+    for index, block in lowered.items():
+        for fqn, placement in _placements(program, index, block):
+            if placement is not None:
+                required.setdefault(program.aliases.get(fqn, fqn), []).append(placement)
+    return required
+
+
+def _parameter(root: nn.Module, first: str, program: Program) -> torch.Tensor:
+    names = [fqn for fqn, canonical in program.aliases.items() if canonical == first]
+    present = dict(root.named_parameters(remove_duplicate=False))
+    name = next(name for name in names if name in present)
+    holder, key = find_state(root, name)
+    tensor: torch.Tensor = holder[key]
+    return tensor
+
+
+def _fsdp_can(parameter: torch.Tensor, placement: Placement, dp: int) -> bool:
+    """Return whether FSDP can slice a strided slice along another dimension."""
+    if placement.kind != "shard" or placement.outer == 1 or placement.dim != 0:
+        return True
+    return parameter.dim() > 1 and parameter.shape[1] % dp == 0
+
+
+def _distribute(
+    root: nn.Module, stored: Mapping[str, Placement], program: Program, tp: DeviceMesh
+) -> None:
+    """Replace every parameter of the root by a DTensor in its stored placement."""
+    names = {id(p): n for n, p in root.named_parameters()}
+    made: dict[int, nn.Parameter] = {}
+    for module in root.modules():
+        for key, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                name = names[id(parameter)]
+                placement = stored.get(program.aliases.get(name, name), _WHOLE)
+                made[id(parameter)] = _distributed(parameter, placement, tp)
+                made[id(made[id(parameter)])] = made[id(parameter)]
+            module._parameters[key] = made[id(parameter)]
+
+
+def _distributed(parameter: nn.Parameter, placement: Placement, tp: DeviceMesh) -> nn.Parameter:
+    local = local_slice(parameter.detach(), placement, tp.get_local_rank(), tp.size())
+    tensor = DTensor.from_local(
+        local,
+        tp,
+        [dtensor_placement(placement)],
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+
+
+def _localise(
+    stored: Placement | None, required: Placement | None, tp: DeviceMesh
+) -> Localise | None:
+    if stored is None or required is None or stored == required:
+        return None
+    return functools.partial(
+        _slice_whole, placement=required, rank=tp.get_local_rank(), degree=tp.size()
+    )
+
+
+def _slice_whole(
+    parameter: torch.Tensor, *, placement: Placement, rank: int, degree: int
+) -> torch.Tensor:
+    """Return this rank's slice of a parameter that is stored whole; its gradient is an addend."""
+    assert isinstance(parameter, DTensor), "tensor parallel parameters are DTensors"
+    if placement.kind != "shard":
+        return parameter.to_local(grad_placements=[Replicate()])
+    whole = parameter.to_local(grad_placements=[Partial()])
+    return local_slice(whole, placement, rank, degree)
