@@ -20,8 +20,9 @@ from torch import nn
 from autoplan.batches import LossFn
 from autoplan.errors import AutoplanError
 
-__all__ = ["PRESETS", "LoadedModel", "load_model"]
+__all__ = ["PRESETS", "LoadedModel", "example_batch", "load_model"]
 
+_DEFAULT_TOKENS = 2048
 INSTALL_LINE = "pip install 'autoplan-torch[hf]'"
 
 
@@ -93,6 +94,7 @@ def load_model(
     seq: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     batch_rows: int = 1,
+    device: str = "meta",
 ) -> LoadedModel:
     """Return the model that `spec` means, with an example batch.
 
@@ -103,6 +105,7 @@ def load_model(
         seq: tokens per row of presets and configs; None takes the preset's own.
         dtype: of the parameters of presets and configs.
         batch_rows: rows of the batch of presets and configs.
+        device: where presets and configs are built; `meta` allocates nothing, `cpu` makes weights.
 
     Raises:
         AutoplanError: unknown spec, missing file or function, or transformers is missing; says
@@ -110,12 +113,12 @@ def load_model(
     """
     if spec in PRESETS:
         preset = PRESETS[spec]
-        return _from_preset(spec, preset, seq or preset.seq, dtype, batch_rows)
+        return _from_preset(spec, preset, seq or preset.seq, dtype, batch_rows, device)
     path, _, function = spec.rpartition(":")
     if path.endswith(".py"):
         return _from_file(Path(path), function)
     if spec.endswith(".json"):
-        return _from_config_file(Path(spec), seq, dtype, batch_rows)
+        return _from_config_file(Path(spec), seq, dtype, batch_rows, device)
     raise AutoplanError(
         f"{spec!r} is no model: write a preset ({', '.join(PRESETS)}), the path of a transformers "
         "config.json, or file.py:function with a function that returns (module, batch)"
@@ -133,7 +136,7 @@ def _transformers(spec: str) -> Any:
 
 
 def _from_preset(
-    name: str, preset: _Preset, seq: int, dtype: torch.dtype, rows: int
+    name: str, preset: _Preset, seq: int, dtype: torch.dtype, rows: int, device: str
 ) -> LoadedModel:
     transformers = _transformers(name)
     arguments = dict(preset.arguments)
@@ -143,10 +146,12 @@ def _from_preset(
     if name == "gpt2":
         arguments["n_positions"] = max(1024, seq)
     config = getattr(transformers, preset.config)(**arguments)
-    return _from_config(transformers, config, name, seq, dtype, rows)
+    return _from_config(transformers, config, name, seq, dtype, rows, device)
 
 
-def _from_config_file(path: Path, seq: int | None, dtype: torch.dtype, rows: int) -> LoadedModel:
+def _from_config_file(
+    path: Path, seq: int | None, dtype: torch.dtype, rows: int, device: str
+) -> LoadedModel:
     if not path.is_file():
         raise AutoplanError(f"{path} does not exist: give the path of a transformers config.json")
     transformers = _transformers(str(path))
@@ -163,31 +168,61 @@ def _from_config_file(path: Path, seq: int | None, dtype: torch.dtype, rows: int
         raise AutoplanError(f"{path}: {error}") from None
     length = seq or min(int(getattr(config, "max_position_embeddings", 2048)), 4096)
     name = path.parent.name if path.name == "config.json" and path.parent.name else path.stem
-    return _from_config(transformers, config, name, length, dtype, rows)
+    return _from_config(transformers, config, name, length, dtype, rows, device)
 
 
 def _from_config(
-    transformers: Any, config: Any, name: str, seq: int, dtype: torch.dtype, rows: int
+    transformers: Any,
+    config: Any,
+    name: str,
+    seq: int,
+    dtype: torch.dtype,
+    rows: int,
+    device: str,
 ) -> LoadedModel:
     config.use_cache = False
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device("meta"):
+        with torch.device(device):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     except ValueError as error:
         raise AutoplanError(f"{name} is no causal language model: {error}") from None
     finally:
         torch.set_default_dtype(before)
     model.train()
-    return LoadedModel(model=model, batch=_token_batch(rows, seq), loss_fn=None, name=name)
+    return LoadedModel(
+        model=model, batch=_token_batch(rows, seq, device, config), loss_fn=None, name=name
+    )
 
 
-def _token_batch(rows: int, seq: int) -> dict[str, torch.Tensor]:
-    return {
-        key: torch.empty((rows, seq), dtype=torch.int64, device="meta")
-        for key in ("input_ids", "labels")
-    }
+def _token_batch(rows: int, seq: int, device: str, config: Any) -> dict[str, torch.Tensor]:
+    """Return a batch of tokens; off the meta device random ones, each the label of the last."""
+    if device == "meta":
+        return {
+            key: torch.empty((rows, seq), dtype=torch.int64, device="meta")
+            for key in ("input_ids", "labels")
+        }
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab_size, (rows, seq), generator=generator)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def example_batch(model: nn.Module) -> Any:
+    """Return a batch for a model that can say what its inputs are: a transformers language model.
+
+    Raises:
+        AutoplanError: the model says nothing; asks for `batch=`.
+    """
+    config = getattr(model, "config", None)
+    vocabulary = getattr(config, "vocab_size", None)
+    if vocabulary is None or not hasattr(model, "dummy_inputs"):
+        raise AutoplanError(
+            f"{type(model).__name__} does not say what its inputs are: pass batch=, an example "
+            "input (a mapping of keyword arguments, a tuple, or a tensor)"
+        )
+    longest = getattr(config, "max_position_embeddings", _DEFAULT_TOKENS)
+    return _token_batch(1, min(int(longest), _DEFAULT_TOKENS), "meta", config)
 
 
 _RETURNS = "return (module, batch) or (module, batch, loss_fn)"

@@ -1,0 +1,262 @@
+"""The command line: plan, profile, run, explain, verify."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from autoplan.cluster import Cluster
+from autoplan.errors import AutoplanError
+from autoplan.plan import Plan
+from autoplan.units import format_seconds
+
+if TYPE_CHECKING:
+    from autoplan.search.mesh import Progress as SearchProgress
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="Plan and run the training of a PyTorch model that does not fit.",
+    pretty_exceptions_enable=False,
+)
+_console = Console(stderr=True)
+
+ModelArgument = Annotated[
+    str, typer.Argument(help="Preset, transformers config.json, or file.py:function.")
+]
+_INT_PINS = ("dp", "tp", "pp", "zero_stage", "microbatch_size", "num_microbatches")
+
+
+def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
+    """Return pins from texts such as `tp=4` or `tp=4,pp=2`.
+
+    Raises:
+        ValueError: a text is no `name=value`, or the value no number where one is needed.
+    """
+    pins: dict[str, Any] = {}
+    for text in (part for item in texts for part in item.split(",") if part):
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--pin {text!r}: write name=value, for example --pin tp=4")
+        if name in _INT_PINS:
+            if not value.isdigit():
+                raise ValueError(f"--pin {text!r}: {name} needs a whole number")
+            pins[name] = int(value)
+        else:
+            pins[name] = value
+    return pins
+
+
+@app.command()
+def plan(
+    model: ModelArgument,
+    cluster: Annotated[
+        str, typer.Option(help="nodes x GPUs : profile, such as 2x8:a100_sxm_80gb; or a YAML file.")
+    ],
+    global_batch: Annotated[int, typer.Option(help="Rows of one step over all devices.")],
+    seq: Annotated[int | None, typer.Option(help="Tokens per row of presets and configs.")] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(help="Memory per device instead of the profile's: 40GiB.")
+    ] = None,
+    pin: Annotated[list[str] | None, typer.Option(help="Fix a setting: tp=4. Repeatable.")] = None,
+    optimizer: Annotated[str, typer.Option(help="AdamW, Adam, SGD.")] = "AdamW",
+    dtype: Annotated[
+        str, typer.Option(help="Of presets and configs; auto: bfloat16 on GPUs, float32 on CPU.")
+    ] = "auto",
+    time_limit: Annotated[float, typer.Option(help="Seconds; then the best so far.")] = 300.0,
+    out: Annotated[Path | None, typer.Option(help="Write the plan as JSON.")] = None,
+) -> None:
+    """Find the fastest plan that fits, and prove how far from optimal it can be."""
+    from autoplan.models import load_model
+    from autoplan.planner import optimize
+
+    target = Cluster.parse(cluster)
+    if device_memory is not None:
+        target = target.with_memory(device_memory)
+    loaded = load_model(model, seq=seq, dtype=_dtype(dtype, target))
+    with _search_bar() as (bar, task):
+
+        def show(state: SearchProgress) -> None:
+            best = "none yet" if state.objective is None else format_seconds(state.objective * 1e-9)
+            total = state.num_settled + state.num_open
+            bar.update(task, completed=state.num_settled, total=total, best=best)
+
+        found = optimize(
+            loaded.model,
+            target,
+            loaded.batch,
+            global_batch_size=global_batch,
+            optimizer=optimizer,
+            loss_fn=loaded.loss_fn,
+            name=loaded.name,
+            time_limit_s=time_limit,
+            progress=show,
+            **parse_pins(pin or ()),
+        )
+    typer.echo(found.report())
+    if out is not None:
+        found.save(out)
+        typer.echo(f"\nwritten to {out}")
+
+
+class _search_bar:
+    """A progress bar on stderr, shown as a bar on a terminal and not at all elsewhere."""
+
+    def __enter__(self) -> tuple[Progress, Any]:
+        self._bar = Progress(
+            TextColumn("search"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total} settings, best {task.fields[best]}"),
+            TimeElapsedColumn(),
+            console=_console,
+            transient=True,
+        )
+        self._bar.start()
+        return self._bar, self._bar.add_task("search", total=None, best="none yet")
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+
+def _dtype(name: str, cluster: Cluster) -> Any:
+    import torch
+
+    if name == "auto":
+        name = "float32" if cluster.device.name.startswith("cpu") else "bfloat16"
+    allowed = ("float32", "bfloat16", "float16", "float64")
+    if name not in allowed:
+        raise ValueError(f"--dtype {name!r}; allowed are auto, {', '.join(allowed)}")
+    return getattr(torch, name)
+
+
+@app.command()
+def profile(
+    gpu: Annotated[str, typer.Option(help="cpu, cuda, or a profile name that must be there.")],
+    out: Annotated[Path | None, typer.Option(help="File to write; default NAME.json.")] = None,
+    budget: Annotated[float, typer.Option(help="Seconds to spend.")] = 20.0,
+    links: Annotated[bool, typer.Option(help="Also measure collectives.")] = True,
+) -> None:
+    """Measure the device that is here and write its profile."""
+    from autoplan.profiles.measure import profile_command
+
+    with Progress(console=_console, transient=True) as bar:
+        task = bar.add_task("measuring", total=1.0)
+
+        def show(message: str, fraction: float) -> None:
+            bar.update(task, completed=fraction, description=message)
+
+        path = profile_command(gpu, out, budget_s=budget, with_links=links, progress=show)
+    typer.echo(f"written to {path}")
+
+
+@app.command()
+def run(
+    plan_file: Annotated[Path, typer.Argument(help="A plan that `autoplan plan --out` wrote.")],
+    model: Annotated[str, typer.Option(help="The model that was planned.")],
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 10,
+    seq: Annotated[int | None, typer.Option(help="Tokens per row, as planned.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds before everything is ended.")] = 3600.0,
+) -> None:
+    """Train a plan on processes of this machine, started with torchrun."""
+    from autoplan.launcher import launch
+
+    if steps < 1:
+        raise ValueError(f"--steps {steps}: must be at least 1")
+    loaded = Plan.load(plan_file)
+    arguments = ["-m", "autoplan.training", str(plan_file), "--model", model]
+    arguments += ["--steps", str(steps)]
+    if seq is not None:
+        arguments += ["--seq", str(seq)]
+    with tempfile.TemporaryDirectory() as folder:
+        launch(
+            [*arguments, "--results", folder],
+            nproc=loaded.mesh.world_size,
+            timeout_s=timeout,
+        )
+        typer.echo(_measured(loaded, Path(folder)))
+
+
+def _measured(plan: Plan, folder: Path) -> str:
+    import json
+
+    from autoplan.report import table
+    from autoplan.units import format_bytes
+
+    rows = [("rank", "stage", "measured peak", "predicted peak")]
+    for rank in range(plan.mesh.world_size):
+        result = json.loads((folder / f"rank{rank}.json").read_text())
+        predicted = plan.predicted.peak_memory_bytes[result["stage"]]
+        rows.append(
+            (
+                str(rank),
+                str(result["stage"]),
+                format_bytes(result["peak_bytes"]),
+                format_bytes(predicted),
+            )
+        )
+    return table(rows)
+
+
+@app.command()
+def explain(
+    plan_file: Annotated[Path, typer.Argument(help="A plan that `autoplan plan --out` wrote.")],
+    settings: Annotated[bool, typer.Option(help="Also say why each setting lost.")] = False,
+) -> None:
+    """Print the report of a saved plan."""
+    loaded = Plan.load(plan_file)
+    typer.echo(loaded.report())
+    if settings:
+        for name, reason in loaded.search.outcomes.items():
+            typer.echo(f"  {name}: {reason}")
+
+
+@app.command()
+def verify(
+    plan_file: Annotated[Path, typer.Argument(help="A plan that `autoplan plan --out` wrote.")],
+    model: Annotated[str, typer.Option(help="The model that was planned.")],
+    cluster: Annotated[str | None, typer.Option(help="Default: the plan's own.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens per row, as planned.")] = None,
+) -> None:
+    """Check a saved plan against the numbered rules; exit code 1 when one is broken."""
+    from autoplan.models import load_model
+    from autoplan.tracer import trace
+    from autoplan.verifier import verify_plan
+
+    loaded_plan = Plan.load(plan_file)
+    target = Cluster.parse(cluster or loaded_plan.provenance["cluster"])
+    loaded = load_model(model, seq=seq, dtype=_dtype("auto", target))
+    traced = trace(
+        loaded.model,
+        loaded.batch,
+        loaded.loss_fn,
+        microbatch_size=loaded_plan.microbatch_size,
+        backend="cpu" if target.device.name.startswith("cpu") else "cuda",
+    )
+    broken = verify_plan(loaded_plan, traced, target)
+    for violation in broken:
+        typer.echo(str(violation))
+    if broken:
+        raise typer.Exit(1)
+    typer.echo("every rule holds")
+
+
+def main() -> None:
+    """Run the command line; an error of ours is one message on stderr and exit code 2."""
+    try:
+        app(standalone_mode=True)
+    except (AutoplanError, ValueError) as error:
+        typer.echo(f"autoplan: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

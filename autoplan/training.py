@@ -1,0 +1,157 @@
+"""Train a plan on this rank for some steps: the loop of `autoplan run`, and what it measures.
+
+Run under torchrun as `python -m autoplan.training PLAN --model MODEL --steps N`; needs no solver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoplan.launcher import exit_worker
+from autoplan.meter import Meter
+from autoplan.models import LoadedModel, load_model
+from autoplan.plan import Plan
+
+__all__ = ["RankResult", "main", "make_optimizer", "train"]
+
+_LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankResult:
+    """What one rank measured.
+
+    Attributes:
+        losses: global mean loss of every step.
+        peak_bytes: most bytes of tensors alive on this rank during the steps.
+        stage: pipeline stage of this rank.
+    """
+
+    losses: tuple[float, ...]
+    peak_bytes: int
+    stage: int
+
+
+def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
+    """Return the optimizer that a plan's memory was counted for.
+
+    Raises:
+        ValueError: the plan names one that this loop cannot make.
+    """
+    makers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "adamw": lambda p: torch.optim.AdamW(p, lr=_LEARNING_RATE),
+        "adam": lambda p: torch.optim.Adam(p, lr=_LEARNING_RATE),
+        "sgd": lambda p: torch.optim.SGD(p, lr=_LEARNING_RATE),
+        "sgd momentum": lambda p: torch.optim.SGD(p, lr=_LEARNING_RATE, momentum=0.9),
+    }
+    if name.lower() not in makers:
+        raise ValueError(f"optimizer {name!r}: this loop can make {', '.join(makers)}")
+    return makers[name.lower()](parameters)
+
+
+def global_batch(batch: Any, rows: int, step: int) -> Any:
+    """Return a batch of `rows` rows of the form of `batch`; step 0 repeats its rows as they are.
+
+    Later steps roll the rows and the tokens, so that steps differ and every rank makes the same.
+    """
+
+    def grow(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+            return leaf
+        times = -(-rows // leaf.shape[0])
+        whole = torch.cat([leaf.roll(i, dims=-1) for i in range(times)])[:rows]
+        return whole.roll(step, dims=-1)
+
+    return pytree.tree_map(grow, batch)
+
+
+def train(
+    plan: Plan,
+    loaded: LoadedModel,
+    steps: int,
+    *,
+    on_step: Callable[[int, float], None] | None = None,
+) -> RankResult:
+    """Run `steps` optimizer steps of a plan on this rank and return its losses and peak.
+
+    Args:
+        plan: what to run.
+        loaded: the model with weights, and a batch whose form is repeated.
+        steps: at least 1.
+        on_step: called with the step and its loss, on every rank.
+    """
+    model: nn.Module = loaded.model
+    module = plan.parallelize(model, loaded.batch, loaded.loss_fn)
+    batch, name = loaded.batch, plan.optimizer
+    del model, loaded
+    optimizer = make_optimizer(name, module.parameters())
+    losses = []
+    meter = Meter()
+    with meter:
+        meter.baseline(module, optimizer)
+        for step in range(steps):
+            whole = global_batch(batch, plan.global_batch_size, step)
+            share = module.shard_batch(whole)
+            loss = float(module.train_step(share))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss)
+            if on_step is not None:
+                on_step(step, loss)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return RankResult(
+        losses=tuple(losses),
+        peak_bytes=meter.peak_bytes,
+        stage=rank // (plan.mesh.dp * plan.mesh.tp),
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train a saved plan under torchrun; rank 0 prints losses, every rank may write its result."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--seq", type=int, default=None)
+    parser.add_argument("--results", type=Path, default=None, help="folder for one JSON per rank")
+    options = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    loaded = load_model(
+        options.model, seq=options.seq, dtype=torch.float32, device="cpu", batch_rows=2
+    )
+    plan = Plan.load(options.plan)
+    rank = _rank()
+
+    def show(step: int, loss: float) -> None:
+        if rank == 0:
+            print(f"step {step:4d}  loss {loss:.6f}", flush=True)
+
+    result = train(plan, loaded, options.steps, on_step=show)
+    if options.results is not None:
+        document = {
+            "losses": list(result.losses),
+            "peak_bytes": result.peak_bytes,
+            "stage": result.stage,
+        }
+        (options.results / f"rank{rank}.json").write_text(json.dumps(document))
+    exit_worker()
+
+
+def _rank() -> int:
+    import os
+
+    return int(os.environ.get("RANK", "0"))
+
+
+if __name__ == "__main__":
+    main()
