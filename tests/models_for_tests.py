@@ -39,8 +39,9 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows, length, width = x.shape
         parts = self.qkv(x).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(
-            parts[0], parts[1], parts[2], is_causal=True, dropout_p=self.dropout
+            parts[0], parts[1], parts[2], is_causal=True, dropout_p=dropout
         )
         out: torch.Tensor = self.out(y.transpose(1, 2).reshape(rows, length, width))
         return out
