@@ -121,9 +121,7 @@ def _placements(
     ]
 
 
-def _required(
-    program: Program, lowered: Mapping[int, LoweredBlock]
-) -> dict[str, list[Placement]]:
+def _required(program: Program, lowered: Mapping[int, LoweredBlock]) -> dict[str, list[Placement]]:
     """Return per parameter (first name) the placements that calls need it in."""
     required: dict[str, list[Placement]] = {}
     for index, block in lowered.items():
