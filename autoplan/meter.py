@@ -102,11 +102,13 @@ class StorageMeter(TorchDispatchMode):
             return
         if tensor.is_meta:
             return
-        storage = tensor.untyped_storage()
+        self._see_storage(tensor.untyped_storage(), operator)
+
+    def _see_storage(self, storage: torch.UntypedStorage, operator: str) -> None:
         key = storage._cdata
         if key not in self._bytes_by_key:
             self._bytes_by_key[key] = 0
-            weakref.finalize(storage, self._forget, key)
+            weakref.finalize(storage, self._forget, key).atexit = False
         self._set(key, storage.nbytes(), operator)
 
     def _set(self, key: int, nbytes: int, operator: str) -> None:
@@ -122,15 +124,10 @@ class StorageMeter(TorchDispatchMode):
         self._set(key, 0, "free")
         del self._bytes_by_key[key]
 
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._bytes_by_key:
-            self._set(key, storage.nbytes(), "resize_")
-
 
 def _watched_resize(storage: torch.UntypedStorage, size: int) -> Any:
     assert StorageMeter._resize is not None, "resize_ is watched only inside a meter"
     result = StorageMeter._resize(storage, size)
     for meter in StorageMeter._entered:
-        meter._resized(storage)
+        meter._see_storage(storage, "resize_")
     return result

@@ -1,0 +1,131 @@
+"""The memory laws of `docs/design/memory-of-fsdp.md` as a small event model.
+
+All sizes are bytes on one rank, parameters and gradients of one dtype, activations left out. The
+model counts what comes on top of the sharded parameters and the optimizer's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["StageSizes", "adamw_extra_bytes", "step_extra_bytes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSizes:
+    """Whole (unsharded) parameter bytes of a stage.
+
+    Attributes:
+        blocks: of each block, in forward order.
+        root: of the glue parameters.
+        largest: largest single parameter.
+        root_last: last parameter of the root group, whose gradient outlives the copy-in.
+        root_early: root gradients that exist from the start of a backward (the head's).
+    """
+
+    blocks: tuple[int, ...]
+    root: int
+    largest: int
+    root_last: int
+    root_early: int
+
+
+@dataclass(slots=True)
+class _Live:
+    """Live bytes by kind."""
+
+    gathered: dict[int, int] = field(default_factory=dict)
+    all_gather: dict[int, int] = field(default_factory=dict)
+    gradients: dict[int, int] = field(default_factory=dict)
+    sharded: dict[int, int] = field(default_factory=dict)
+    reduce_input: int = 0
+    peak: int = 0
+
+    def note(self, extra: int = 0) -> None:
+        kinds = (self.gathered, self.all_gather, self.gradients, self.sharded)
+        live = sum(sum(kind.values()) for kind in kinds) + self.reduce_input + extra
+        self.peak = max(self.peak, live)
+
+
+def adamw_extra_bytes(sizes: StageSizes, dp: int) -> int:
+    """Return the temporaries of AdamW's loop: two tensors like the largest local parameter."""
+    return 2 * sizes.largest // dp
+
+
+def step_extra_bytes(
+    sizes: StageSizes, *, zero_stage: int, dp: int, num_microbatches: int, is_gloo: bool = True
+) -> int:
+    """Return the peak of a step without a pipeline, above sharded parameters and optimizer."""
+    if zero_stage == 0:
+        again = sizes.largest if num_microbatches > 1 else 0
+        return sum(sizes.blocks) + sizes.root + again
+    live = _Live()
+    root = len(sizes.blocks)
+    size = [*sizes.blocks, sizes.root]
+    for index in range(num_microbatches):
+        is_last = index == num_microbatches - 1
+        _forward(live, size, zero_stage)
+        syncs = zero_stage > 1 or is_last
+        reshards = zero_stage == 3 or is_last
+        live.gradients[root] = max(live.gradients.get(root, 0), sizes.root_early)
+        live.note()
+        if zero_stage == 3:
+            live.all_gather[root - 1] = size[root - 1]
+            live.note()
+        for block in reversed(range(root)):
+            if zero_stage == 3:
+                _gather_backward(live, size, block)
+            again = sizes.largest if live.gradients.get(block) else 0
+            live.gradients[block] = size[block]
+            live.note(again)
+            if syncs:
+                _reduce(live, size, block, dp, reshards, 0, is_gloo)
+        live.gradients[root] = size[root]
+        live.note()
+        if syncs:
+            _reduce(live, size, root, dp, reshards, sizes.root_last, is_gloo)
+        live.reduce_input = 0
+    return live.peak
+
+
+def _forward(live: _Live, size: Sequence[int], zero_stage: int) -> None:
+    root = len(size) - 1
+    for group in (root, *range(root)):
+        if group not in live.gathered:
+            held = dict(live.all_gather)
+            live.all_gather[group] = size[group]
+            live.gathered[group] = size[group]
+            live.note()
+            for other in held:
+                del live.all_gather[other]
+        if zero_stage == 3 and group != root:
+            del live.gathered[group]
+    live.all_gather.clear()
+
+
+def _gather_backward(live: _Live, size: Sequence[int], block: int) -> None:
+    live.gathered[block] = size[block]
+    live.note()
+    live.all_gather.clear()
+    if block > 0:
+        live.all_gather[block - 1] = size[block - 1]
+
+
+def _reduce(
+    live: _Live,
+    size: Sequence[int],
+    group: int,
+    dp: int,
+    reshards: bool,
+    retained: int,
+    is_gloo: bool,
+) -> None:
+    if reshards:
+        del live.gathered[group]
+    live.reduce_input = size[group]
+    live.note()
+    del live.gradients[group]
+    copy = size[group] if is_gloo else 0
+    live.note(size[group] // dp + copy + retained)
+    live.sharded[group] = size[group] // dp
