@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoplan.launcher import exit_worker
-from autoplan.meter import Meter
+from autoplan.meter import StorageMeter
 from autoplan.models import LoadedModel, load_model
 from autoplan.plan import Plan
 
@@ -96,7 +96,7 @@ def train(
     del model, loaded
     optimizer = make_optimizer(name, module.parameters())
     losses = []
-    meter = Meter()
+    meter = StorageMeter()
     with meter:
         meter.baseline(module, optimizer)
         for step in range(steps):
