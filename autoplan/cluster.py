@@ -66,8 +66,8 @@ class Cluster:
                 )
         if self.capacity_bytes <= 0:
             raise ValueError(
-                f"nothing is left of {format_bytes(self._memory_bytes)} device memory after a "
-                f"reserve of {format_bytes(self._reserve_bytes)}: raise device_memory_bytes or "
+                f"nothing is left of {format_bytes(self.total_bytes)} device memory after a "
+                f"reserve of {format_bytes(self.reserved_bytes)}: raise device_memory_bytes or "
                 "lower reserve_bytes"
             )
 
@@ -150,15 +150,17 @@ class Cluster:
     @property
     def capacity_bytes(self) -> int:
         """Bytes that a plan may use on each device: memory minus reserve."""
-        return self._memory_bytes - self._reserve_bytes
+        return self.total_bytes - self.reserved_bytes
 
     @property
-    def _memory_bytes(self) -> int:
+    def total_bytes(self) -> int:
+        """Bytes of memory of each device: Device_Memory."""
         own = self.device_memory_bytes
         return self.device.memory_bytes if own is None else own
 
     @property
-    def _reserve_bytes(self) -> int:
+    def reserved_bytes(self) -> int:
+        """Bytes of each device that no tensor may use."""
         own = self.reserve_bytes
         return self.device.reserve_bytes if own is None else own
 

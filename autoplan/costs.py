@@ -445,7 +445,7 @@ class Pricer:
             side_bytes=self.side_bytes(calls, [decisions[c] for c in calls], setting.tp),
             input_bytes=self.batch_bytes(setting),
             transfer_bytes=self.transfer_bytes(setting, stage, starts),
-            reserve=0,
+            reserve=self.cluster.reserved_bytes,
         )
 
     def batch_bytes(self, setting: Setting) -> int:

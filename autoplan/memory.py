@@ -87,8 +87,11 @@ class StaticBytes:
 
 
 def uses_fsdp(setting: Setting, is_mixed: bool) -> bool:
-    """Return whether the emitter wraps blocks by FSDP2 or `replicate`."""
-    return setting.dp > 1 or is_mixed
+    """Return whether parameters are gathered from shards: ZeRO 1 to 3, or another stored dtype.
+
+    ZeRO 0 holds whole parameters only once and reduces gradients in place.
+    """
+    return (setting.dp > 1 and setting.zero_stage >= 1) or is_mixed
 
 
 def static_bytes(group: GroupBytes, setting: Setting, optimizer: Optimizer) -> StaticBytes:

@@ -68,7 +68,7 @@ def write_plan(
             memory_by_category=tuple(m.by_category for m in price.memory),
             stage_time_s=price.stage_time_s,
             time_by_category=price.time_by_category,
-            capacity_bytes=cluster.capacity_bytes,
+            capacity_bytes=cluster.total_bytes,
             lookups=lookups,
         ),
         search=search,

@@ -66,7 +66,7 @@ def _leanest(planner: Planner, call: int, setting: Setting) -> Decision:
 def explain_infeasible(planner: Planner, result: MeshResult) -> str:
     """Return the message of an `InfeasibleError`: need, capacity, category, and a remedy found."""
     least = least_memory(planner)
-    capacity = planner.cluster.capacity_bytes
+    capacity = planner.cluster.total_bytes
     category, amount = max(least.stage.by_category.items(), key=lambda item: item[1])
     need = least.stage.peak
     lines = [
@@ -102,7 +102,7 @@ def _remedies(planner: Planner, need: int) -> list[str]:
 
 
 def _fits(planner: Planner) -> bool:
-    return least_memory(planner).stage.peak <= planner.cluster.capacity_bytes
+    return least_memory(planner).stage.peak <= planner.cluster.total_bytes
 
 
 def _variant(planner: Planner, **changes: object) -> Planner:

@@ -119,7 +119,7 @@ def price_strategy(planner: Planner, name: str, setting: Setting, recompute: str
     price = pricer.plan_price(setting, ends, decisions)
     row = Simpler(
         name=name,
-        fits=price.peak_memory_bytes <= planner.cluster.capacity_bytes,
+        fits=price.peak_memory_bytes <= planner.cluster.total_bytes,
         peak_memory_bytes=price.peak_memory_bytes,
         step_time_s=price.step_time_s,
         note=f"micro-batches of {setting.microbatch_size}",

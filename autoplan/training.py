@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoplan.launcher import exit_worker
+
 from autoplan.meter import StorageMeter
 from autoplan.models import LoadedModel, load_model
 from autoplan.plan import Plan
@@ -144,6 +144,8 @@ def main(arguments: list[str] | None = None) -> None:
             "stage": result.stage,
         }
         (options.results / f"rank{rank}.json").write_text(json.dumps(document))
+    from autoplan.launcher import exit_worker
+
     exit_worker()
 
 

@@ -195,11 +195,11 @@ def _memory(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
                 rule="V11",
                 message=f"stage {stage}: categories add up to {sum(parts.values())}, not {peak}",
             )
-        if plan.search.status != "priced" and peak > cluster.capacity_bytes:
+        if plan.search.status != "priced" and peak > cluster.total_bytes:
             yield Violation(
                 rule="V11",
                 message=f"stage {stage} needs {format_bytes(peak)}, {cluster} leaves "
-                f"{format_bytes(cluster.capacity_bytes)}",
+                f"{format_bytes(cluster.total_bytes)}",
             )
 
 
