@@ -164,13 +164,20 @@ class Cluster:
         own = self.reserve_bytes
         return self.device.reserve_bytes if own is None else own
 
-    def with_memory(self, device_memory_bytes: int | str) -> Cluster:
-        """Return the same cluster with another memory per device (bytes, or text like `40GiB`).
+    def with_memory(
+        self, device_memory: int | str, *, reserve_bytes: int | None = None
+    ) -> Cluster:
+        """Return the same cluster with another memory per device.
+
+        Args:
+            device_memory: bytes, or text like `40GiB`.
+            reserve_bytes: bytes of it that no tensor may use; None keeps the reserve.
 
         Raises:
             ValueError: if it is no size, or does not exceed the reserve.
         """
-        return replace(self, device_memory_bytes=parse_bytes(device_memory_bytes))
+        changed = self if reserve_bytes is None else replace(self, reserve_bytes=reserve_bytes)
+        return replace(changed, device_memory_bytes=parse_bytes(device_memory))
 
     def link_for(self, degree: int, stride: int = 1) -> LinkProfile:
         """Return the link that prices collectives of a mesh axis.
