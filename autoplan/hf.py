@@ -1,8 +1,8 @@
 """What a transformers model needs before it is captured; does nothing to any other module.
 
-The stock attention exports a materialised mask and repeated key-value heads, which an eager run on
-the same inputs does not have. The public attention interface lets us register a function that calls
-`scaled_dot_product_attention` as the eager model does.
+In an export the stock attention always materialises its mask, and then repeats key-value heads,
+which an eager run on the same inputs does not. The public mask interface lets us register a
+function that leaves the mask out where the eager model does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 __all__ = ["is_transformers_model", "prepare"]
@@ -59,40 +58,26 @@ def prepare(model: nn.Module, batch: Any) -> tuple[str, ...]:
 
 def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    AttentionInterface.register(_NAME, _attention)
+    AttentionInterface.register(_NAME, sdpa_attention_forward)
     AttentionMaskInterface.register(_NAME, _mask)
 
 
-def _attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    output = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=attention_mask,
-        dropout_p=dropout,
-        scale=scaling,
-        is_causal=causal and query.shape[2] > 1 and attention_mask is None,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return output.transpose(1, 2).contiguous(), None
+def _mask(**kwargs: Any) -> torch.Tensor | None:
+    """Return no mask where an eager run would take none, which stock code never does in an export.
 
-
-def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Return no mask for plain causal or full attention; the real one for windows and padding."""
+    Source: `_ignore_causal_mask_sdpa` and `_ignore_bidirectional_mask_sdpa` of transformers.
+    """
     from transformers.masking_utils import sdpa_mask
 
-    if kwargs.get("attention_mask") is None and kwargs.get("local_size") is None:
+    local_size = kwargs.get("local_size")
+    is_local = local_size is not None and kwargs["kv_length"] >= local_size
+    # Under an export, transformers takes any positions for those of packed sequences and forbids
+    # the skip; a pattern of the model's own is told by use_vmap.
+    is_custom = kwargs.get("use_vmap", False)
+    is_square = kwargs["q_length"] == kwargs["kv_length"]
+    may_skip = is_square or kwargs.get("allow_is_bidirectional_skip", False)
+    if may_skip and not is_local and not is_custom and kwargs.get("attention_mask") is None:
         return None
-    return sdpa_mask(*args, **kwargs)  # type: ignore[no-any-return]
+    return sdpa_mask(**kwargs)  # type: ignore[no-any-return]

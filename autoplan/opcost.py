@@ -19,7 +19,7 @@ from autoplan.kernels import Meter, storage_key, tensors_in
 from autoplan.program import Op
 from autoplan.segments import mutates_input
 
-__all__ = ["OpCost", "OpMeter"]
+__all__ = ["RECURRENT_PREFIXES", "OpCost", "OpMeter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ def _backward(
 
 
 _HEAVY_PREFIXES = ("aten::linalg_", "aten::fft_", "aten::_fft", "aten::cholesky", "aten::cdist")
-_RECURRENT = ("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu")
+RECURRENT_PREFIXES = ("aten.lstm.", "aten.gru.", "aten.rnn_tanh.", "aten.rnn_relu.")
 
 
 def _kind(op: Op, meter: Meter) -> tuple[OpKind, Gemm | None]:
@@ -169,7 +169,8 @@ def _kind(op: Op, meter: Meter) -> tuple[OpKind, Gemm | None]:
     if not meter.kernels:
         return "view", None
     is_known = op.target.namespace in ("aten", "prims", "autoplan")
-    is_heavy = name.startswith(_HEAVY_PREFIXES) or name in _RECURRENT or meter.num_laws > 0
+    is_heavy = name.startswith(_HEAVY_PREFIXES) or meter.num_laws > 0
+    is_heavy = is_heavy or op.target_name.startswith(RECURRENT_PREFIXES)
     return ("memory" if is_known and not is_heavy else "opaque"), None
 
 

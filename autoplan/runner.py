@@ -6,7 +6,7 @@ autograd keeps, each storage once. All functions expect an active `FakeTensorMod
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,11 +87,28 @@ def _execute(op: Op, values: Mapping[str, Any], function: Any, block_fqn: str) -
 
 
 def run_block(
-    graph: BlockGraph, inputs: Sequence[Any], backend: Backend, meter: OpMeter, block_fqn: str
+    graph: BlockGraph,
+    inputs: Sequence[Any],
+    backend: Backend,
+    meter: OpMeter,
+    block_fqn: str,
+    buffers: Set[int] = frozenset(),
 ) -> BlockRun:
-    """Run a block's ops one by one and record what autograd keeps and what each op costs."""
+    """Run a block's ops one by one and record what autograd keeps and what each op costs.
+
+    Args:
+        graph: the block.
+        inputs: fake tensors that enter, with the strides and storages that they really have.
+        backend: whose rules to follow.
+        meter: measures each op alone.
+        block_fqn: for messages.
+        buffers: storages of buffers that inputs may view; what autograd keeps of those is free.
+
+    Raises:
+        TraceError: an op cannot run on fake tensors; names the op, its module and line.
+    """
     run = BlockRun()
-    excluded: set[int] = set()
+    excluded = set(buffers)
     for state in graph.states:
         run.values[state.name] = _fake(state.meta)
         excluded.add(storage_key(run.values[state.name]))

@@ -29,7 +29,7 @@ from autoplan.graph import (
     ValueTrace,
 )
 from autoplan.kernels import storage_bytes, storage_key, tensors_in
-from autoplan.opcost import OpMeter
+from autoplan.opcost import RECURRENT_PREFIXES, OpMeter
 from autoplan.program import BlockGraph, Call, Op, Program, TensorMeta
 from autoplan.runner import BlockRun, run_block, side_values
 from autoplan.segments import is_random, mutates_input, written_inputs
@@ -80,11 +80,12 @@ def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str
     runs: dict[int, BlockRun] = {}
     with FakeTensorMode(), torch.enable_grad():
         values = side_values(program)
+        buffers = {storage_key(values[name]) for name in program.side_states}
         for call in program.calls:
             if call.graph not in runs:
                 graph = program.graphs[call.graph]
                 inputs = [values[name] for name in call.args]
-                runs[call.graph] = run_block(graph, inputs, backend, meter, call.fqn)
+                runs[call.graph] = run_block(graph, inputs, backend, meter, call.fqn, buffers)
             values.update(zip(call.outs, runs[call.graph].outputs, strict=True))
         written = _written_storages(program, runs)
         blocks = tuple(
@@ -306,6 +307,11 @@ def _notes(
     notes += [cost.note for run in runs for cost in run.costs.values() if cost.note]
     opaque = sorted({op.target for block in blocks for op in block.ops if op.kind == "opaque"})
     notes += [f"{target}: no law for its FLOPs; priced by the bytes it moves" for target in opaque]
+    notes += [
+        f"{target}: its kernel keeps a workspace that no trace sees; kept bytes are too low"
+        for target in opaque
+        if target.startswith(RECURRENT_PREFIXES)
+    ]
     read = {program.aliases.get(fqn, fqn) for call in program.calls for fqn in call.states}
     unread = sorted(set(program.aliases.values()) - read)
     if unread:
