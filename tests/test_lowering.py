@@ -63,6 +63,7 @@ def _run(
     )
     (total.sum() if outputs[0].dim() else outputs[0]).backward()
     gradients = {fqn: x.grad if x.grad is not None else x * 0 for fqn, x in held.items()}
+    outputs = tuple(out.detach() for out in outputs)
     return outputs, [x.grad for x in entering if x.grad is not None], gradients
 
 
