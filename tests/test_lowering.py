@@ -18,7 +18,7 @@ from autoplan.graph import Placement, ShardOption
 from autoplan.interpreter import run_graph
 from autoplan.lowering import dtensor_placement, fsdp_dim, lower
 from autoplan.program import BlockGraph
-from autoplan.sharded_ops import ShardedRandom
+from autoplan.sharded_ops import ShardedRandom, VocabularyCrossEntropy
 from autoplan.sharding import shard_options, transition
 from tests.distributed import run_workers
 from tests.models import MODELS, VOCABULARY, blocks, blocks_of, gpt2
@@ -56,13 +56,15 @@ def _run(
         x.detach().requires_grad_(meta is not None and meta.requires_grad)
         for x, meta in zip(inputs, graph.input_metas, strict=True)
     ]
-    held = {fqn: x.detach().requires_grad_(x.is_floating_point()) for fqn, x in states.items()}
+    trained = {s.fqn for s in graph.states if s.meta.requires_grad}
+    held = {fqn: x.detach().requires_grad_(fqn in trained) for fqn, x in states.items()}
     outputs = run_graph(graph, entering, held)
     total = torch.stack(
         [(out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum() for out in outputs]
     )
     (total.sum() if outputs[0].dim() else outputs[0]).backward()
     gradients = {fqn: x.grad if x.grad is not None else x * 0 for fqn, x in held.items()}
+    outputs = tuple(out.detach() for out in outputs)
     return outputs, [x.grad for x in entering if x.grad is not None], gradients
 
 
@@ -309,3 +311,37 @@ def test_joined_slices_are_the_whole_tensor(degree: int, outer: int, dim: int, i
     assert all(part.shape == local_shape(shape, placement, degree) for part in parts)
     assert torch.equal(join_slices(parts, placement), full)
     assert torch.equal(spread(full, placement, degree), torch.stack(parts))
+
+
+def _losses(rank: int, dtype: torch.dtype) -> float:
+    """Return the largest difference of loss and gradient to the operator on whole logits."""
+    generator = torch.Generator().manual_seed(5)
+    logits = (torch.randn(20, 32, generator=generator) * 8).to(dtype)
+    target = torch.randint(32, (20,), generator=generator)
+    target[3] = 7
+    sliced = Placement(kind="shard", dim=1)
+    largest = 0.0
+    for reduction in range(3):
+        whole = logits.detach().requires_grad_()
+        part = local_slice(logits, sliced, rank, 2).requires_grad_()
+        wanted = torch.ops.aten.cross_entropy_loss.default(whole, target, None, reduction, 7)
+        got = VocabularyCrossEntropy(rank, None)(part, target, None, reduction, 7)
+        weight = torch.linspace(0, 1, wanted.numel()).view(wanted.shape).to(dtype) + 1
+        (wanted * weight).sum().backward()
+        (got * weight).sum().backward()  # type: ignore[no-untyped-call]
+        assert whole.grad is not None
+        assert part.grad is not None
+        assert part.grad.dtype == dtype
+        expected = local_slice(whole.grad, sliced, rank, 2)
+        for a, b in ((got, wanted), (part.grad, expected)):
+            largest = max(largest, float((a - b).detach().abs().max() / b.detach().abs().max()))
+    return largest
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)]
+)
+def test_vocabulary_cross_entropy_equals_the_whole_loss(
+    dtype: torch.dtype, tolerance: float
+) -> None:
+    assert max(run_workers(_losses, 2, dtype)) < tolerance
