@@ -216,7 +216,7 @@ class ParallelModule(nn.Module):
         Every rank gets all of them, on the CPU: for tests and export. All ranks must call it.
         """
         named = dict(self.__dict__["_root"].state_dict())
-        return self._gather({name: tensor for name, tensor in named.items()}, all_names=True)
+        return self._gather(named, all_names=True)
 
     @torch.no_grad()
     def full_gradients(self) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from autoplan.plan import Recompute
 from autoplan.program import Program
 from tests.distributed import run_workers
+from tests.layouts import megatron, scattered
 from tests.numerics import Case, check_cases
 
 
@@ -61,3 +63,52 @@ def test_recompute_under_zero_equals_the_model() -> None:
         for model in ("gpt", "llama")
     ]
     check(cases, 2)
+
+
+def test_pipelines_equal_the_model() -> None:
+    cases = [
+        case("gpt_tied", pp=2, num_microbatches=2),
+        case("gpt", pp=2, num_microbatches=4, first_calls=[2], schedule="gpipe"),
+        case("llama", pp=2, num_microbatches=4, first_calls=[4]),
+        case("gpt2", pp=2, num_microbatches=4, recompute=selective),
+    ]
+    check(cases, 2)
+
+
+def test_pipelines_under_every_zero_stage_equal_the_model() -> None:
+    cases = [
+        case("gpt_tied", pp=2, dp=2, zero_stage=zero, num_microbatches=3, recompute=selective)
+        for zero in range(4)
+    ]
+    cases += [case("gpt2", pp=4, num_microbatches=4)]
+    check(cases, 4)
+
+
+def test_tensor_parallel_layouts_equal_the_model() -> None:
+    cases = [
+        case(model, tp=2, num_microbatches=2, layouts=megatron, recompute=recompute)
+        for model, recompute in (
+            ("gpt_tied", None),
+            ("gpt_split", selective),
+            ("llama", selective),
+            ("gpt2", full),
+        )
+    ]
+    cases += [
+        case("gpt_tied", tp=2, layouts=functools.partial(scattered, seed=seed), recompute=selective)
+        for seed in range(2)
+    ]
+    check(cases, 2)
+
+
+def test_tensor_parallel_under_every_zero_stage_equals_the_model() -> None:
+    cases = [
+        case("gpt_tied", tp=2, dp=2, zero_stage=zero, num_microbatches=2, layouts=megatron)
+        for zero in range(4)
+    ]
+    check([*cases, case("gpt2", tp=2, dp=2, zero_stage=3, layouts=megatron)], 4)
+
+
+def test_three_dimensions_equal_the_model() -> None:
+    plan = {"pp": 2, "dp": 2, "tp": 2, "num_microbatches": 2, "layouts": megatron}
+    check([case("gpt_tied", zero_stage=z, recompute=selective, **plan) for z in (1, 3)], 8)
