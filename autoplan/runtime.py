@@ -176,6 +176,13 @@ class ParallelModule(nn.Module):
             del loss
         return losses
 
+    def forward_microbatch(self, batch: Any) -> torch.Tensor:
+        """Return the loss of the first micro-batch with its graph; for measuring, not training."""
+        root: StageRoot = self.__dict__["_root"]
+        root.feed(self._splitter.microbatches(batch)[:1])
+        (loss,) = root()
+        return loss
+
     def shard_batch(self, global_batch: Any) -> Any:
         """Return the rows of the global batch that this rank's `train_step` takes."""
         return self._splitter.share(global_batch)
