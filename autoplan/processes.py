@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+import traceback
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from autoplan.errors import EmitError
+from autoplan.launcher import ERROR_FOLDER
 from autoplan.plan import Mesh
 
-__all__ = ["agree", "ensure_process_group", "exit_worker", "seed_ranks"]
+__all__ = ["agree", "ensure_process_group", "exit_worker", "run_worker", "seed_ranks"]
 
 _SEED_STRIDE = 1_000_003
 
@@ -38,8 +44,6 @@ def ensure_process_group(device: torch.device | str | None, timeout_s: float) ->
         else:
             store = dist.HashStore()
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-    else:
-        assert dist.group.WORLD is not None, "initialised without a group"
     return place
 
 
@@ -69,15 +73,34 @@ def seed_ranks(mesh: Mesh) -> None:
     torch.manual_seed(seeds[0] + _SEED_STRIDE * (dist.get_rank() // mesh.tp))
 
 
-def exit_worker(status: int = 0) -> None:
+def run_worker(main: Callable[[], None]) -> NoReturn:
+    """Run `main` as a worker of `launch`, and end the process.
+
+    An error is written where `launch` looks for it, printed, and ends the process at once: peers
+    that wait for this rank then fail too, or are killed by the launcher.
+    """
+    try:
+        main()
+    except BaseException:
+        text = traceback.format_exc()
+        folder = os.environ.get(ERROR_FOLDER)
+        if folder is not None:
+            rank = os.environ.get("RANK", "0")
+            (Path(folder) / f"error.{time.time_ns()}.{rank}").write_text(text)
+        sys.stderr.write(text)
+        sys.stderr.flush()
+        os._exit(1)
+    exit_worker()
+
+
+def exit_worker() -> NoReturn:
     """Leave a worker process: wait for the others, drop the group, and end without clean-up.
 
     Interpreter shutdown with gloo threads alive aborts now and then, hence `os._exit`.
     """
     if dist.is_initialized():
-        if status == 0:
-            dist.barrier()
+        dist.barrier()
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)
+    os._exit(0)

@@ -176,6 +176,13 @@ class ParallelModule(nn.Module):
             del loss
         return losses
 
+    def forward_microbatch(self, batch: Any) -> torch.Tensor:
+        """Return the loss of the first micro-batch with its graph; for measuring, not training."""
+        root: StageRoot = self.__dict__["_root"]
+        root.feed(self._splitter.microbatches(batch)[:1])
+        (loss,) = root()
+        return loss
+
     def shard_batch(self, global_batch: Any) -> Any:
         """Return the rows of the global batch that this rank's `train_step` takes."""
         return self._splitter.share(global_batch)
@@ -216,7 +223,7 @@ class ParallelModule(nn.Module):
         Every rank gets all of them, on the CPU: for tests and export. All ranks must call it.
         """
         named = dict(self.__dict__["_root"].state_dict())
-        return self._gather({name: tensor for name, tensor in named.items()}, all_names=True)
+        return self._gather(named, all_names=True)
 
     @torch.no_grad()
     def full_gradients(self) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["StageSizes", "adamw_extra_bytes", "step_extra_bytes"]
+__all__ = ["StageSizes", "adamw_extra_bytes", "receive_buffer_bytes", "step_extra_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +53,35 @@ def adamw_extra_bytes(sizes: StageSizes, dp: int) -> int:
     return 2 * sizes.largest // dp
 
 
-def step_extra_bytes(
-    sizes: StageSizes, *, zero_stage: int, dp: int, num_microbatches: int, is_gloo: bool = True
+def receive_buffer_bytes(
+    entering: int, leaving: int, *, in_flight: int, num_microbatches: int, schedule: str
 ) -> int:
-    """Return the peak of a step without a pipeline, above sharded parameters and optimizer."""
+    """Return the receive buffers of a stage, which stay from the first step on.
+
+    The buffer of a micro-batch is its stage input, so it is no activation on top.
+
+    Args:
+        entering: bytes of the activations of one micro-batch from the stage before; 0 for stage 0.
+        leaving: to the stage after; 0 for the last.
+        in_flight: micro-batches of the stage between forward and backward under 1F1B.
+        num_microbatches: per step.
+        schedule: `1f1b` or `gpipe`.
+    """
+    if schedule == "gpipe":
+        return num_microbatches * (entering + leaving)
+    return min(in_flight, num_microbatches) * entering + min(2, num_microbatches) * leaving
+
+
+def step_extra_bytes(
+    sizes: StageSizes,
+    *,
+    zero_stage: int,
+    dp: int,
+    num_microbatches: int,
+    is_gloo: bool = True,
+    is_pipeline: bool = False,
+) -> int:
+    """Return the peak of a step, above sharded parameters, optimizer, and receive buffers."""
     if zero_stage == 0:
         again = sizes.largest if num_microbatches > 1 else 0
         return sum(sizes.blocks) + sizes.root + again
@@ -64,10 +89,14 @@ def step_extra_bytes(
     root = len(sizes.blocks)
     size = [*sizes.blocks, sizes.root]
     for index in range(num_microbatches):
-        is_last = index == num_microbatches - 1
+        is_last = index == num_microbatches - 1 and not is_pipeline
         _forward(live, size, zero_stage)
         syncs = zero_stage > 1 or is_last
         reshards = zero_stage == 3 or is_last
+        if zero_stage == 3 and is_pipeline:
+            del live.gathered[root]
+            live.note(size[root])
+            live.gathered[root] = size[root]
         live.gradients[root] = max(live.gradients.get(root, 0), sizes.root_early)
         live.note()
         if zero_stage == 3:
@@ -86,6 +115,10 @@ def step_extra_bytes(
         if syncs:
             _reduce(live, size, root, dp, reshards, sizes.root_last, is_gloo)
         live.reduce_input = 0
+    if zero_stage == 1 and is_pipeline:
+        for group in (root, *range(root)):
+            retained = sizes.root_last if group == root else 0
+            _reduce(live, size, group, dp, True, retained, is_gloo)
     return live.peak
 
 

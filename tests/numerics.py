@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +12,11 @@ from torch import nn
 
 from autoplan.capture import capture
 from autoplan.emitter import parallelize
+from autoplan.program import Program
 from examples.gpt import GPT, GPTConfig, loss_fn
 from tests.plans import hand_plan
 
-__all__ = ["MODELS", "Case", "check_cases", "reference"]
+__all__ = ["MODELS", "Case", "build", "check_cases", "global_batch", "program_of", "reference"]
 
 LOSS_TOLERANCE = 1e-12
 GRADIENT_TOLERANCE = 1e-9
@@ -107,6 +109,14 @@ def global_batch(rows: int) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.randint(64, (rows, TOKENS), generator=generator)}
 
 
+@functools.cache
+def program_of(name: str) -> Program:
+    """Return the captured program of a model; call it before forking, and workers have it too."""
+    model, loss = build(name)
+    return capture(model, global_batch(ROWS), loss, microbatch_size=ROWS)
+
+
+@functools.cache
 def reference(name: str, rows: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return loss and gradients of the user's own module and forward on the whole batch."""
     model, loss = build(name)
@@ -132,7 +142,7 @@ def _check(case: Case) -> list[str]:
     rows = ROWS * arguments.get("dp", 1) * arguments.get("num_microbatches", 1)
     batch = global_batch(rows)
     names = [name for name, _ in model.named_parameters()]
-    program = capture(model, batch, loss, microbatch_size=ROWS)
+    program = program_of(case.model)
     layouts = arguments.pop("layouts", None)
     if layouts is not None:
         arguments["layouts"] = layouts(program, arguments.get("tp", 1))

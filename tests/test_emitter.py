@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 
-from autoplan.plan import Recompute
+from autoplan.emitter import parallelize
+from autoplan.errors import EmitError, PlanError
+from autoplan.plan import Plan, Recompute
 from autoplan.program import Program
 from tests.distributed import run_workers
-from tests.numerics import Case, check_cases
+from tests.layouts import megatron, scattered
+from tests.numerics import ROWS, Case, build, check_cases, global_batch, program_of
+from tests.plans import hand_plan
 
 
 def full(program: Program) -> Recompute:
@@ -28,6 +33,8 @@ def selective(program: Program) -> Recompute:
 
 def check(cases: list[Case], world_size: int) -> None:
     """Run cases on forked workers and fail with what does not agree."""
+    for name in {c.model for c in cases}:
+        program_of(name)
     for problems in run_workers(check_cases, world_size, tuple(cases), timeout_s=100):
         assert problems == []
 
@@ -61,3 +68,132 @@ def test_recompute_under_zero_equals_the_model() -> None:
         for model in ("gpt", "llama")
     ]
     check(cases, 2)
+
+
+def test_pipelines_equal_the_model() -> None:
+    cases = [
+        case("gpt_tied", pp=2, num_microbatches=2),
+        case("gpt", pp=2, num_microbatches=4, first_calls=[2], schedule="gpipe"),
+        case("llama", pp=2, num_microbatches=4, first_calls=[4]),
+        case("gpt2", pp=2, num_microbatches=4, recompute=selective),
+    ]
+    check(cases, 2)
+
+
+def test_pipelines_under_every_zero_stage_equal_the_model() -> None:
+    cases = [
+        case("gpt_tied", pp=2, dp=2, zero_stage=zero, num_microbatches=3, recompute=selective)
+        for zero in range(4)
+    ]
+    cases += [case("gpt2", pp=4, num_microbatches=4)]
+    check(cases, 4)
+
+
+def test_tensor_parallel_layouts_equal_the_model() -> None:
+    cases = [
+        case(model, tp=2, num_microbatches=2, layouts=megatron, recompute=recompute)
+        for model, recompute in (
+            ("gpt_tied", None),
+            ("gpt_split", selective),
+            ("llama", selective),
+            ("gpt2", full),
+        )
+    ]
+    cases += [
+        case("gpt_tied", tp=2, layouts=functools.partial(scattered, seed=seed), recompute=selective)
+        for seed in range(2)
+    ]
+    check(cases, 2)
+
+
+def test_tensor_parallel_under_every_zero_stage_equals_the_model() -> None:
+    cases = [
+        case("gpt_tied", tp=2, dp=2, zero_stage=zero, num_microbatches=2, layouts=megatron)
+        for zero in range(4)
+    ]
+    check([*cases, case("gpt2", tp=2, dp=2, zero_stage=3, layouts=megatron)], 4)
+
+
+def test_three_dimensions_equal_the_model() -> None:
+    plan = {"pp": 2, "dp": 2, "tp": 2, "num_microbatches": 2, "layouts": megatron}
+    check([case("gpt_tied", zero_stage=z, recompute=selective, **plan) for z in (1, 3)], 8)
+
+
+def _run(name: str, plan: Plan, rows: int) -> float:
+    model, loss = build(name)
+    batch = global_batch(rows)
+    module = parallelize(plan, model, global_batch(ROWS), loss, device="cpu")
+    return float(module.train_step(batch))
+
+
+def _error(rank: int, name: str, plan: Plan, rows: int) -> str:
+    """Return the error that running a plan ends with."""
+    try:
+        _run(name, plan, rows)
+    except (ValueError, PlanError, EmitError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_another_model_is_refused_on_every_rank() -> None:
+    plan = hand_plan(program_of("gpt"), "GPT", dp=2)
+    for message in run_workers(_error, 2, "gpt_split", plan, ROWS):
+        assert "PlanError: the plan is for another model" in message
+        assert "a shape, a constant or an op differs" in message
+
+
+def test_the_first_difference_is_named() -> None:
+    plan = hand_plan(program_of("gpt"), "GPT", recompute=Recompute(mode="selective", keep=("v9",)))
+    (message,) = run_workers(_error, 1, "gpt_tied", plan, ROWS)
+    assert "blocks.0 has no op v9, which the plan keeps" in message
+
+
+def test_another_world_size_is_refused_with_the_numbers() -> None:
+    plan = hand_plan(program_of("gpt"), "GPT", dp=4)
+    for message in run_workers(_error, 2, "gpt", plan, ROWS):
+        assert "for 4 processes (dp=4 tp=1 pp=1) and 2 are running" in message
+
+
+def test_a_batch_of_another_size_is_refused() -> None:
+    plan = hand_plan(program_of("gpt"), "GPT", num_microbatches=3)
+    (message,) = run_workers(_error, 1, "gpt", plan, ROWS)
+    assert "ValueError: this rank's batch has 2 rows in ['input_ids'], it must have 6" in message
+
+
+def _unlike(rank: int, plan: Plan) -> str:
+    return _error(rank, "gpt" if rank == 0 else "gpt_split", plan, ROWS)
+
+
+def test_one_rank_with_another_model_stops_every_rank() -> None:
+    plan = hand_plan(program_of("gpt"), "GPT", dp=2)
+    first, second = run_workers(_unlike, 2, plan)
+    assert "EmitError: rank 1 cannot run the plan: PlanError" in first
+    assert second.startswith("PlanError")
+
+
+def _fail_in_a_step(rank: int, plan: Plan) -> None:
+    model, loss = build("gpt")
+    module = parallelize(plan, model, global_batch(ROWS), loss, device="cpu")
+    module.train_step(global_batch(2 * ROWS))
+    if rank == 1:
+        raise ArithmeticError("told to fail")
+    module.train_step(global_batch(2 * ROWS))
+
+
+def test_a_rank_that_fails_between_steps_ends_the_run_with_its_error() -> None:
+    plan = hand_plan(program_of("gpt"), "GPT", pp=2, num_microbatches=2)
+    with pytest.raises(AssertionError, match=r"rank 1 failed first:(.|\n)*told to fail"):
+        run_workers(_fail_in_a_step, 2, plan, timeout_s=60)
+
+
+def _code(rank: int, plan: Plan) -> str:
+    model, loss = build("gpt")
+    return parallelize(plan, model, global_batch(ROWS), loss, device="cpu").code()
+
+
+def test_code_shows_what_a_stage_runs() -> None:
+    plan = hand_plan(program_of("gpt"), "GPT", pp=2, num_microbatches=2)
+    first, second = run_workers(_code, 2, plan)
+    assert "aten.embedding.default(" in first
+    assert "def stage0(call, side, " in first
+    assert "aten.cross_entropy_loss.default(" in second
