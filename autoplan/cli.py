@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from autoplan import codec
 from autoplan.cluster import Cluster
 from autoplan.errors import AutoplanError
 from autoplan.plan import Plan
@@ -186,20 +187,19 @@ def run(
 
 
 def _measured(plan: Plan, folder: Path) -> str:
-    import json
-
     from autoplan.report import table
+    from autoplan.training import RankResult
     from autoplan.units import format_bytes
 
     rows = [("rank", "stage", "measured peak", "predicted peak")]
     for rank in range(plan.mesh.world_size):
-        result = json.loads((folder / f"rank{rank}.json").read_text())
-        predicted = plan.predicted.peak_memory_bytes[result["stage"]]
+        result = codec.loads(RankResult, (folder / f"rank{rank}.json").read_text())
+        predicted = plan.predicted.peak_memory_bytes[result.stage]
         rows.append(
             (
                 str(rank),
-                str(result["stage"]),
-                format_bytes(result["peak_bytes"]),
+                str(result.stage),
+                format_bytes(result.peak_bytes),
                 format_bytes(predicted),
             )
         )

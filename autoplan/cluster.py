@@ -164,9 +164,7 @@ class Cluster:
         own = self.reserve_bytes
         return self.device.reserve_bytes if own is None else own
 
-    def with_memory(
-        self, device_memory: int | str, *, reserve_bytes: int | None = None
-    ) -> Cluster:
+    def with_memory(self, device_memory: int | str, *, reserve_bytes: int | None = None) -> Cluster:
         """Return the same cluster with another memory per device.
 
         Args:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from autoplan.cluster import Cluster
-from autoplan.frontiers import Decision, block_decisions, fastest_plain
+from autoplan.frontiers import Decision, block_decisions, plain_decision
 from autoplan.graph import Trace
 from autoplan.liveness import BlockMemory, block_memory, redone_ops
 from autoplan.local import LocalBlock, localize
@@ -89,7 +89,7 @@ class Pricer:
     recompute: str | None = None
     reference: Pricer | None = None
     tally: Tally = field(default_factory=Tally)
-    _plain: dict[tuple[int, int], Decision] = field(default_factory=dict)
+    _plain: dict[tuple[int, int, bool], Decision] = field(default_factory=dict)
     _decisions: dict[tuple[int, int], tuple[Decision, ...]] = field(default_factory=dict)
     _bases: dict[tuple[int, int, object], _BlockBase] = field(default_factory=dict)
     _timers: dict[int, Timer] = field(default_factory=dict)
@@ -114,14 +114,14 @@ class Pricer:
             )
         return self._decisions[key]
 
-    def plain_decision(self, block: int, tp: int) -> Decision:
-        """Return the fastest decision of a block class that recomputes nothing."""
+    def plain_decision(self, block: int, tp: int, *, lean: bool = False) -> Decision:
+        """Return the fastest (or leanest) decision of a class that recomputes nothing."""
         if self.reference is not None:
-            return self.reference.plain_decision(block, tp)
-        key = (block, tp)
+            return self.reference.plain_decision(block, tp, lean=lean)
+        key = (block, tp, lean)
         if key not in self._plain:
-            self._plain[key] = fastest_plain(
-                self.trace.blocks[block], self.timer(tp), whole=self.whole_states(block)
+            self._plain[key] = plain_decision(
+                self.trace.blocks[block], self.timer(tp), whole=self.whole_states(block), lean=lean
             )
         return self._plain[key]
 
@@ -321,7 +321,7 @@ class Pricer:
         )
         if not wrapped:
             if setting.num_microbatches > 1:
-                working = max(working - memory.parameter_grads, 0) + group.largest
+                working = max(working, block.accumulating.backward_peak - memory.kept)
         elif block.is_glue:
             resident += group.gathered + group.gathered_grads
         elif setting.zero_stage <= 1:

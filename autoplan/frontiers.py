@@ -14,11 +14,12 @@ from autoplan.graph import BlockTrace, OpTrace, Placement, ShardOption
 from autoplan.local import localize
 from autoplan.plan import Recompute
 from autoplan.redistribution import transition
+from autoplan.search.choice import minimize_memory, solve_choice
 from autoplan.search.frontier import frontier
 from autoplan.search.problem import ChoiceOption, ChoiceProblem, ChoiceSolution, Consumer, Link
 from autoplan.times import OpTime, Timer
 
-__all__ = ["Decision", "block_decisions", "fastest_ops_s", "fastest_plain"]
+__all__ = ["Decision", "block_decisions", "fastest_ops_s", "plain_decision"]
 
 _TICK_S = 1e-9
 _STATIC_FACTOR = 4  # parameter, gradient and two moments; steers the choice only
@@ -75,12 +76,14 @@ def block_decisions(
     return tuple(unique.values())
 
 
-def fastest_plain(
-    block: BlockTrace, timer: Timer, *, whole: frozenset[str] = frozenset()
+def plain_decision(
+    block: BlockTrace, timer: Timer, *, whole: frozenset[str] = frozenset(), lean: bool = False
 ) -> Decision:
-    """Return the fastest decision of a block class that recomputes nothing."""
+    """Return the fastest decision of a block class that recomputes nothing, or the leanest."""
     model = _ChoiceModel(block, timer, whole, region=False)
-    return model.read(frontier(model.problem, points=1, time_limit_s=5.0)[0])
+    if lean:
+        return model.read(minimize_memory(model.problem, time_limit_s=5.0))
+    return model.read(solve_choice(model.problem, None, time_limit_s=5.0))
 
 
 def fastest_ops_s(block: BlockTrace, timer: Timer) -> float:
@@ -159,7 +162,18 @@ class _ChoiceModel:
         options = op.options or (whole,)
         if degree == 1:
             return options[:1]
-        return tuple(o for o in options if o.axis in ("whole", "partial") or o.size % degree == 0)
+        return tuple(
+            o
+            for o in options
+            if (o.axis in ("whole", "partial") or o.size % degree == 0)
+            and not self._slices_whole_state(op, o)
+        )
+
+    def _slices_whole_state(self, op: OpTrace, option: ShardOption) -> bool:
+        return any(
+            name in self.whole and placement.startswith("S")
+            for name, placement in zip(op.inputs, option.inputs, strict=True)
+        )
 
     def _total_bytes(self) -> int:
         saved = sum(t.nbytes for op in self.block.ops for t in op.saved)

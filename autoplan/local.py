@@ -140,10 +140,9 @@ class _Builder:
         if moved is None:
             raise ValueError(f"{name}: {have} cannot become {placement}")
         self.made.add(converted)
-        is_new = moved[0] not in ("", "slice") and have != "P"
-        in_place = have == "P" and placement in ("R", "R*")
+        is_new = moved[0] not in ("", "slice")
         size = self._local(self.full[name], placement)
-        owner = converted if is_new or (have == "P" and not in_place) else self.storage[name]
+        owner = converted if is_new else self.storage[name]
         self.full[converted] = self.full[name]
         self.storage[converted] = owner
         if owner == converted:

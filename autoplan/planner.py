@@ -41,6 +41,7 @@ from autoplan.units import format_bytes
 __all__ = ["Planner", "optimize"]
 
 _BROADCAST_TIMEOUT_S = 1800.0
+_MAX_REPAIRS = 12
 _TRACED_ROWS = (2, 4)
 _FRONTIER_ROWS = (1, 4)
 
@@ -258,9 +259,31 @@ class Planner:
         return max((pricer.boundary_s(setting, cut) for cut in cuts), default=0.0)
 
     def solve(self, setting: Setting, cutoff: int | None, time_limit_s: float) -> PipelineSolution:
-        """Return the best cuts and options of a setting."""
-        problem, _ = self.problem(setting)
-        return solve_pipeline(problem, cutoff=cutoff, time_limit_s=time_limit_s)
+        """Return the best cuts and options of a setting.
+
+        The linear memory of the problem is an upper estimate almost everywhere. Where the exact
+        model finds a stage above its capacity all the same, the stage gets that much less and the
+        problem is solved again, so that what is returned fits exactly.
+        """
+        problem, per_call = self.problem(setting)
+        pricer = self.pricer(setting.microbatch_size)
+        for _ in range(_MAX_REPAIRS):
+            solution = solve_pipeline(problem, cutoff=cutoff, time_limit_s=time_limit_s)
+            if not solution.options:
+                return solution
+            chosen = [d[o] for d, o in zip(per_call, solution.options, strict=True)]
+            price = pricer.plan_price(setting, solution.ends, chosen)
+            excess = [m.peak - self.cluster.total_bytes for m in price.memory]
+            if max(excess) <= 0:
+                return solution
+            capacity = tuple(
+                c - max(0, -(-over // pricer.memory_unit))
+                for c, over in zip(problem.capacity, excess, strict=True)
+            )
+            problem = replace(problem, capacity=capacity)
+        return PipelineSolution(
+            status="infeasible", ends=(), options=(), objective=0, bound=cutoff or 0
+        )
 
     def search(
         self,

@@ -39,15 +39,18 @@ def even_ends(num_calls: int, num_stages: int) -> tuple[int, ...]:
     return tuple(num_calls * (s + 1) // num_stages for s in range(num_stages))
 
 
-def simple_decisions(planner: Planner, setting: Setting, recompute: str) -> list[Decision]:
+def simple_decisions(
+    planner: Planner, setting: Setting, recompute: str, *, lean: bool = False
+) -> list[Decision]:
     """Return one decision per call: the fastest placements, and one recompute mode for all blocks.
 
-    Glue (embedding, head, loss) is never recomputed by these.
+    Glue (embedding, head, loss) is never recomputed by these. With `lean` the placements are those
+    that shard most.
     """
     pricer = planner.pricer(setting.microbatch_size)
     chosen = []
     for call in pricer.trace.calls:
-        fastest = pricer.plain_decision(call.block, setting.tp)
+        fastest = pricer.plain_decision(call.block, setting.tp, lean=lean)
         is_glue = pricer.trace.blocks[call.block].is_glue
         mode = "none" if is_glue or recompute == "none" else "full"
         chosen.append(Decision(axes=fastest.axes, recompute=Recompute(mode=mode)))  # type: ignore[arg-type]
@@ -115,7 +118,7 @@ def price_strategy(planner: Planner, name: str, setting: Setting, recompute: str
     """Return a strategy priced exactly."""
     pricer = planner.pricer(setting.microbatch_size)
     ends = even_ends(len(pricer.trace.calls), setting.pp)
-    decisions = simple_decisions(planner, setting, recompute)
+    decisions = simple_decisions(planner, setting, recompute, lean=setting.tp > 1)
     price = pricer.plan_price(setting, ends, decisions)
     row = Simpler(
         name=name,

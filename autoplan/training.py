@@ -6,7 +6,7 @@ Run under torchrun as `python -m autoplan.training PLAN --model MODEL --steps N`
 from __future__ import annotations
 
 import argparse
-import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-
+from autoplan import codec
 from autoplan.meter import StorageMeter
 from autoplan.models import LoadedModel, load_model
 from autoplan.plan import Plan
+from autoplan.processes import run_worker
 
 __all__ = ["RankResult", "main", "make_optimizer", "train"]
 
@@ -138,22 +139,12 @@ def main(arguments: list[str] | None = None) -> None:
 
     result = train(plan, loaded, options.steps, on_step=show)
     if options.results is not None:
-        document = {
-            "losses": list(result.losses),
-            "peak_bytes": result.peak_bytes,
-            "stage": result.stage,
-        }
-        (options.results / f"rank{rank}.json").write_text(json.dumps(document))
-    from autoplan.launcher import exit_worker
-
-    exit_worker()
+        (options.results / f"rank{rank}.json").write_text(codec.dumps(result))
 
 
 def _rank() -> int:
-    import os
-
     return int(os.environ.get("RANK", "0"))
 
 
 if __name__ == "__main__":
-    main()
+    run_worker(main)
