@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.utils import _pytree as pytree
 
@@ -27,7 +27,7 @@ from autoplan.plan import Plan
 from autoplan.processes import agree, ensure_process_group, seed_ranks
 from autoplan.program import Program
 from autoplan.runtime import BatchSplitter, ParallelModule, Tie
-from autoplan.sharders import Sharder, shard
+from autoplan.sharders import Sharder, Unsharded, shard
 from autoplan.stages import (
     StageRoot,
     StageSlice,
@@ -111,7 +111,7 @@ def _mesh(plan: Plan, device: torch.device, timeout_s: float) -> DeviceMesh | No
         return None
     sizes = (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp)
     names = ("pp", "dp", "tp")
-    mesh = dist.init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
     for name in names:
         compat.set_timeout(mesh.get_group(name), timeout_s)
     return mesh
@@ -207,7 +207,7 @@ class _Emission:
             activations: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]
         ) -> tuple[torch.Tensor, ...]:
             side = (*(holder[key] for holder, key in buffers), *constants)
-            entered = [_Entry.apply(x) for x in activations]
+            entered = [_Entry.apply(x) for x in activations]  # type: ignore[no-untyped-call]
             outputs = compiled.function(call, side, *entered, *batch)
             if computes_loss:
                 return (outputs[0].reshape(1) / count,)
@@ -224,9 +224,6 @@ class _Emission:
     def _shard(self, stage: StageSlice, root: StageRoot) -> Sharder:
         fqns = [self.program.calls[i].fqn for i in stage.calls if self.program.calls[i].fqn]
         if self.mesh is None:
-            assert not self._is_mixed, "mixed precision needs a process group"
-            from autoplan.sharders import Unsharded
-
             return Unsharded()
         return shard(
             root,
@@ -346,7 +343,7 @@ class _Entry(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient.contiguous()
 
 
