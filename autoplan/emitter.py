@@ -22,6 +22,7 @@ from autoplan import compat
 from autoplan.calls import BoundCall, install
 from autoplan.capture import batch_rows, capture
 from autoplan.errors import EmitError, PlanError
+from autoplan.executor import compile_graph
 from autoplan.matching import explain_mismatch
 from autoplan.plan import Plan
 from autoplan.processes import agree, ensure_process_group, seed_ranks
@@ -86,6 +87,11 @@ def _check_world(plan: Plan) -> None:
         raise PlanError(
             f"the plan is for {need} processes ({plan.mesh}) and {got} are running: start it with "
             f"torchrun --nproc-per-node {need}, or plan again for {got}"
+        )
+    if plan.schedule == "1f1b" and plan.num_microbatches < plan.mesh.pp:
+        raise PlanError(
+            f"1f1b needs at least as many micro-batches as stages, {plan.mesh.pp}, and the plan "
+            f"has {plan.num_microbatches}: raise num_microbatches or use gpipe"
         )
 
 
@@ -314,13 +320,16 @@ class _Emission:
         return tuple(ties)
 
     def _sources(self, stages: Sequence[StageSlice], own: str) -> list[str]:
-        """Return the text of every stage; graphs of other stages are compiled for their text."""
+        """Return the text of every stage; of other stages as captured, not as lowered."""
         texts = []
         for stage in stages:
             if stage.index == self._rank("pp"):
                 texts.append(own)
-            else:
-                texts.append(stage_function(self.program, stage, self.device).source)
+                continue
+            numbers = dict.fromkeys(self.program.calls[i].graph for i in stage.calls)
+            parts = [compile_graph(self.program.graphs[n], self.device).source for n in numbers]
+            parts.append(stage_function(self.program, stage, self.device).source)
+            texts.append("\n".join(parts))
         return texts
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 
@@ -19,6 +21,8 @@ from tests.memory_laws import (
     step_extra_bytes,
 )
 from tests.plans import hand_plan
+
+Mixed = Literal["none", "bfloat16"]
 
 TOLERANCE = 0.02
 CONFIG = GPTConfig(
@@ -47,7 +51,7 @@ def _sizes(module: torch.nn.Module) -> StageSizes:
 
 
 def _measure(
-    rank: int, settings: tuple[tuple[int, int, int, int], ...]
+    rank: int, settings: tuple[tuple[int, int, int, int], ...], mixed: Mixed
 ) -> list[tuple[str, int, int]]:
     """Return (what, measured, predicted) of a step of every (zero, dp, pp, m)."""
     found = []
@@ -64,6 +68,7 @@ def _measure(
             zero_stage=zero_stage,
             num_microbatches=count,
             recompute=Recompute(mode="full"),
+            mixed_precision=mixed,
         )
         module = parallelize(plan, model, batch, loss_fn, device="cpu")
         del model
@@ -83,7 +88,12 @@ def _measure(
         # The first step makes the buffers; a gloo thread may let go of one late, hence the least.
         step = min(steps[1:])
         predicted = step_extra_bytes(
-            sizes, zero_stage=zero_stage, dp=dp, num_microbatches=count, is_pipeline=pp > 1
+            sizes,
+            zero_stage=zero_stage,
+            dp=dp,
+            num_microbatches=count,
+            is_pipeline=pp > 1,
+            is_mixed=mixed == "bfloat16",
         )
         what = f"rank {rank}: zero {zero_stage}, dp {dp}, pp {pp}, {count} micro-batches"
         found.append((what, step, predicted))
@@ -93,17 +103,17 @@ def _measure(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "settings"),
+    ("world_size", "settings", "mixed"),
     [
-        (2, [(zero, 2, 1, count) for zero in range(4) for count in (1, 3)]),
-        (4, [(zero, 4, 1, 2) for zero in (1, 3)]),
-        (4, [(zero, 2, 2, 3) for zero in range(4)]),
+        (2, [(zero, 2, 1, count) for zero in range(4) for count in (1, 3)], "none"),
+        (2, [(zero, 2, 1, count) for zero in range(4) for count in (1, 3)], "bfloat16"),
+        (4, [(3, 4, 1, 2), *((zero, 2, 2, 3) for zero in range(4))], "none"),
     ],
 )
 def test_measured_peaks_follow_the_laws(
-    world_size: int, settings: list[tuple[int, int, int, int]]
+    world_size: int, settings: list[tuple[int, int, int, int]], mixed: Mixed
 ) -> None:
-    for found in run_workers(_measure, world_size, tuple(settings)):
+    for found in run_workers(_measure, world_size, tuple(settings), mixed):
         off = [(what, got, want, got / want) for what, got, want in found]
         assert [o for o in off if abs(o[3] - 1) > TOLERANCE] == []
 
