@@ -18,7 +18,7 @@ from torch.distributed.tensor import placement_types
 
 from autoplan.errors import EmitError
 
-__all__ = ["RingStage", "is_strided", "replicate", "set_timeout", "strided_shard"]
+__all__ = ["RingStage", "is_strided", "replicate", "set_timeout", "strided_dim"]
 
 
 def _probe(owner: Any, name: str) -> Any:
@@ -42,9 +42,10 @@ def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
     _set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
-def strided_shard(dim: int, outer: int) -> Any:
-    """Return the placement that slices the middle of a dimension `[outer, axis, inner]`."""
-    return _strided_shard(dim, split_factor=outer)
+def strided_dim(placement: Any) -> int:
+    """Return the dimension that a strided shard slices."""
+    dim: int = placement.dim
+    return dim
 
 
 def is_strided(placement: Any) -> bool:

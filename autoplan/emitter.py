@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.utils import _pytree as pytree
 
@@ -22,12 +22,13 @@ from autoplan import compat
 from autoplan.calls import BoundCall, install
 from autoplan.capture import batch_rows, capture
 from autoplan.errors import EmitError, PlanError
+from autoplan.executor import compile_graph
 from autoplan.matching import explain_mismatch
 from autoplan.plan import Plan
 from autoplan.processes import agree, ensure_process_group, seed_ranks
 from autoplan.program import Program
 from autoplan.runtime import BatchSplitter, ParallelModule, Tie
-from autoplan.sharders import Sharder, shard
+from autoplan.sharders import Sharder, Unsharded, shard
 from autoplan.stages import (
     StageRoot,
     StageSlice,
@@ -87,6 +88,11 @@ def _check_world(plan: Plan) -> None:
             f"the plan is for {need} processes ({plan.mesh}) and {got} are running: start it with "
             f"torchrun --nproc-per-node {need}, or plan again for {got}"
         )
+    if plan.schedule == "1f1b" and plan.num_microbatches < plan.mesh.pp:
+        raise PlanError(
+            f"1f1b needs at least as many micro-batches as stages, {plan.mesh.pp}, and the plan "
+            f"has {plan.num_microbatches}: raise num_microbatches or use gpipe"
+        )
 
 
 def _recapture(
@@ -111,7 +117,7 @@ def _mesh(plan: Plan, device: torch.device, timeout_s: float) -> DeviceMesh | No
         return None
     sizes = (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp)
     names = ("pp", "dp", "tp")
-    mesh = dist.init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
     for name in names:
         compat.set_timeout(mesh.get_group(name), timeout_s)
     return mesh
@@ -207,7 +213,7 @@ class _Emission:
             activations: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]
         ) -> tuple[torch.Tensor, ...]:
             side = (*(holder[key] for holder, key in buffers), *constants)
-            entered = [_Entry.apply(x) for x in activations]
+            entered = [_Entry.apply(x) for x in activations]  # type: ignore[no-untyped-call]
             outputs = compiled.function(call, side, *entered, *batch)
             if computes_loss:
                 return (outputs[0].reshape(1) / count,)
@@ -224,9 +230,6 @@ class _Emission:
     def _shard(self, stage: StageSlice, root: StageRoot) -> Sharder:
         fqns = [self.program.calls[i].fqn for i in stage.calls if self.program.calls[i].fqn]
         if self.mesh is None:
-            assert not self._is_mixed, "mixed precision needs a process group"
-            from autoplan.sharders import Unsharded
-
             return Unsharded()
         return shard(
             root,
@@ -317,13 +320,16 @@ class _Emission:
         return tuple(ties)
 
     def _sources(self, stages: Sequence[StageSlice], own: str) -> list[str]:
-        """Return the text of every stage; graphs of other stages are compiled for their text."""
+        """Return the text of every stage; of other stages as captured, not as lowered."""
         texts = []
         for stage in stages:
             if stage.index == self._rank("pp"):
                 texts.append(own)
-            else:
-                texts.append(stage_function(self.program, stage, self.device).source)
+                continue
+            numbers = dict.fromkeys(self.program.calls[i].graph for i in stage.calls)
+            parts = [compile_graph(self.program.graphs[n], self.device).source for n in numbers]
+            parts.append(stage_function(self.program, stage, self.device).source)
+            texts.append("\n".join(parts))
         return texts
 
 
@@ -346,7 +352,7 @@ class _Entry(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient.contiguous()
 
 

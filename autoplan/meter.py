@@ -22,7 +22,7 @@ __all__ = ["StorageMeter"]
 Event = Callable[[int, str], None]
 
 
-class StorageMeter(TorchDispatchMode):
+class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of storages while it is entered.
 
     Attributes:
@@ -35,7 +35,7 @@ class StorageMeter(TorchDispatchMode):
 
     def __init__(self, on_change: Event | None = None) -> None:
         """Make a meter; `on_change(live_bytes, operator)` is called when the count changes."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._on_change = on_change
         self._bytes_by_key: dict[int, int] = {}
         self.live_bytes = 0
@@ -67,13 +67,13 @@ class StorageMeter(TorchDispatchMode):
     def __enter__(self) -> StorageMeter:
         if not StorageMeter._entered:
             StorageMeter._resize = torch.UntypedStorage.resize_
-            torch.UntypedStorage.resize_ = _watched_resize  # type: ignore[method-assign]
+            torch.UntypedStorage.resize_ = _watched_resize  # type: ignore[method-assign, assignment]
         StorageMeter._entered.append(self)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         StorageMeter._entered.remove(self)
         if not StorageMeter._entered and StorageMeter._resize is not None:
             torch.UntypedStorage.resize_ = StorageMeter._resize  # type: ignore[method-assign]
@@ -96,7 +96,7 @@ class StorageMeter(TorchDispatchMode):
             self._see(tensor.to_local(), operator)
             return
         if is_traceable_wrapper_subclass(tensor):
-            names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+            names, _ = tensor.__tensor_flatten__()
             for name in names:
                 self._see(getattr(tensor, name), operator)
             return

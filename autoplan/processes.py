@@ -42,7 +42,7 @@ def ensure_process_group(device: torch.device | str | None, timeout_s: float) ->
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
         else:
-            store = dist.HashStore()
+            store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     return place
 

@@ -120,11 +120,11 @@ class Nowhere:
         return target(value)
 
 
-class _Save(TorchDispatchMode):
+class _Save(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """First run: store what the kept ops' kernels return."""
 
     def __init__(self, region: Region) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._region = region
 
     def __torch_dispatch__(
@@ -147,18 +147,18 @@ class _Save(TorchDispatchMode):
         return result
 
 
-class _Load(TorchDispatchMode):
+class _Load(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Second run: hand out what was stored in place of running kernels of kept ops."""
 
     def __init__(self, region: Region) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._region = region
         self._next: dict[int, int] = {}
 
     def __enter__(self) -> _Load:
         self._next.clear()
         self._region.is_again = True
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __torch_dispatch__(

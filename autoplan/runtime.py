@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autoplan.gathering import full_tensor, replication
 from autoplan.plan import Plan
 from autoplan.sharders import Sharder, local_tensor, normalise_gradient
 from autoplan.stages import StageRoot
@@ -180,7 +179,7 @@ class ParallelModule(nn.Module):
         """Return the loss of the first micro-batch with its graph; for measuring, not training."""
         root: StageRoot = self.__dict__["_root"]
         root.feed(self._splitter.microbatches(batch)[:1])
-        (loss,) = root()
+        loss: torch.Tensor = root()[0]
         return loss
 
     def shard_batch(self, global_batch: Any) -> Any:
@@ -206,7 +205,7 @@ class ParallelModule(nn.Module):
         for name, gradient in named:
             if name not in uncounted:
                 square = torch.linalg.vector_norm(local_tensor(gradient)).double() ** 2
-                total += square / replication(gradient, copies)
+                total += square / _replication(gradient, copies)
         if dist.is_initialized():
             dist.all_reduce(total)
         norm = total.sqrt()
@@ -273,10 +272,8 @@ class ParallelModule(nn.Module):
 
     def _mean_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._splitter.device)
-        dtype = torch.float32
         for loss in losses if self._computes_loss else ():
             total += loss.detach().double().reshape(())
-            dtype = torch.promote_types(dtype, loss.dtype)
         if dist.is_initialized():
             dist.all_reduce(total)
             total /= self.plan.mesh.dp * self.plan.mesh.tp
@@ -289,7 +286,7 @@ class ParallelModule(nn.Module):
         for name, tensor in named.items():
             first = self._aliases.get(name, name)
             if first not in own:
-                whole = full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                 own[first] = whole.detach().cpu().clone()
         if self.plan.mesh.pp > 1:
             assert self.mesh is not None, "a pipeline has a mesh"
@@ -299,3 +296,14 @@ class ParallelModule(nn.Module):
         if all_names:
             own |= {name: own[first] for name, first in self._aliases.items() if first in own}
         return own
+
+
+def _replication(tensor: torch.Tensor, copies: int) -> int:
+    """Return how many of the `copies` ranks of a stage hold each element of a gradient."""
+    if not isinstance(tensor, DTensor):
+        return copies
+    shards = 1
+    for dim, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            shards *= tensor.device_mesh.size(dim)
+    return copies // shards

@@ -71,7 +71,9 @@ class GradientReducer:
         if self.overlaps:
             for parameter in self.parameters:
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                    parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                        self._on_gradient
+                    )
 
     def before_step(self, num_microbatches: int) -> None:
         self._is_last = False
@@ -208,7 +210,7 @@ def _fsdp_placement(parameter: nn.Parameter) -> Shard | None:
     """
     if not isinstance(parameter, DTensor):
         return None
-    taken = {p.dim for p in parameter.placements if compat.is_strided(p)}
+    taken = {compat.strided_dim(p) for p in parameter.placements if compat.is_strided(p)}
     return Shard(1) if 0 in taken and parameter.dim() > 1 else None
 
 

@@ -80,54 +80,82 @@ def step_extra_bytes(
     num_microbatches: int,
     is_gloo: bool = True,
     is_pipeline: bool = False,
+    is_mixed: bool = False,
 ) -> int:
     """Return the peak of a step, above sharded parameters, optimizer, and receive buffers."""
-    if zero_stage == 0:
+    if zero_stage == 0 and not is_mixed:
         again = sizes.largest if num_microbatches > 1 else 0
         return sum(sizes.blocks) + sizes.root + again
     live = _Live()
     root = len(sizes.blocks)
     size = [*sizes.blocks, sizes.root]
+    half = 2 if is_mixed else 1
+    compute = [n // half for n in size]
+    early, largest = sizes.root_early // half, sizes.largest // half
+    retained = sizes.root_last // half
     for index in range(num_microbatches):
         is_last = index == num_microbatches - 1 and not is_pipeline
-        _forward(live, size, zero_stage)
+        _forward(live, compute, zero_stage, dp if is_mixed else 0)
         syncs = zero_stage > 1 or is_last
         reshards = zero_stage == 3 or is_last
         if zero_stage == 3 and is_pipeline:
             del live.gathered[root]
-            live.note(size[root])
-            live.gathered[root] = size[root]
-        live.gradients[root] = max(live.gradients.get(root, 0), sizes.root_early)
+            live.note(compute[root])
+            live.gathered[root] = compute[root]
+        accumulated = live.gradients.get(root, 0)
+        live.gradients[root] = max(accumulated, early)
         live.note()
         if zero_stage == 3:
-            live.all_gather[root - 1] = size[root - 1]
+            live.all_gather[root - 1] = compute[root - 1]
             live.note()
         for block in reversed(range(root)):
             if zero_stage == 3:
-                _gather_backward(live, size, block)
-            again = sizes.largest if live.gradients.get(block) else 0
-            live.gradients[block] = size[block]
-            live.note(again)
+                _gather_backward(live, compute, block)
+            _backward(live, size, compute, block, largest, is_mixed)
             if syncs:
-                _reduce(live, size, block, dp, reshards, 0, is_gloo)
-        live.gradients[root] = size[root]
+                _reduce(live, size, compute, block, dp, reshards, 0, is_gloo, zero_stage)
+            elif is_mixed:
+                live.gradients[block] = size[block]
+        live.gradients[root] = compute[root] + (accumulated if is_mixed else 0)
         live.note()
         if syncs:
-            _reduce(live, size, root, dp, reshards, sizes.root_last, is_gloo)
+            _reduce(live, size, compute, root, dp, reshards, retained, is_gloo, zero_stage)
+        elif is_mixed:
+            live.gradients[root] = size[root]
         live.reduce_input = 0
     if zero_stage == 1 and is_pipeline:
         for group in (root, *range(root)):
-            retained = sizes.root_last if group == root else 0
-            _reduce(live, size, group, dp, True, retained, is_gloo)
+            last = retained if group == root else 0
+            _reduce(live, size, compute, group, dp, True, last, is_gloo, zero_stage)
     return live.peak
 
 
-def _forward(live: _Live, size: Sequence[int], zero_stage: int) -> None:
+def _backward(
+    live: _Live,
+    size: Sequence[int],
+    compute: Sequence[int],
+    block: int,
+    largest: int,
+    is_mixed: bool,
+) -> None:
+    """Make a block's gradients: into the earlier ones, or beside them in another dtype."""
+    accumulated = live.gradients.get(block, 0)
+    if is_mixed:
+        live.gradients[block] = compute[block] + accumulated
+        live.note()
+        return
+    live.gradients[block] = compute[block]
+    live.note(largest if accumulated else 0)
+
+
+def _forward(live: _Live, size: Sequence[int], zero_stage: int, cast_dp: int) -> None:
     root = len(size) - 1
     for group in (root, *range(root)):
         if group not in live.gathered:
             held = dict(live.all_gather)
-            live.all_gather[group] = size[group]
+            if zero_stage > 0:
+                live.all_gather[group] = size[group]
+                live.note(size[group] // cast_dp if cast_dp else 0)
             live.gathered[group] = size[group]
             live.note()
             for other in held:
@@ -148,17 +176,22 @@ def _gather_backward(live: _Live, size: Sequence[int], block: int) -> None:
 def _reduce(
     live: _Live,
     size: Sequence[int],
+    compute: Sequence[int],
     group: int,
     dp: int,
     reshards: bool,
     retained: int,
     is_gloo: bool,
+    zero_stage: int,
 ) -> None:
     if reshards:
         del live.gathered[group]
+    if compute[group] != size[group] and live.gradients[group] > size[group]:
+        live.gradients[group] = size[group]
     live.reduce_input = size[group]
     live.note()
     del live.gradients[group]
-    copy = size[group] if is_gloo else 0
-    live.note(size[group] // dp + copy + retained)
-    live.sharded[group] = size[group] // dp
+    copy = size[group] if is_gloo and zero_stage > 0 else 0
+    shard = size[group] // dp if zero_stage > 0 else size[group]
+    live.note(shard + copy + retained)
+    live.sharded[group] = shard

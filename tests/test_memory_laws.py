@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 
 from autoplan.capture import capture
 from autoplan.emitter import parallelize
 from autoplan.meter import StorageMeter
+from autoplan.plan import Recompute
 from autoplan.sharders import local_tensor
 from examples.gpt import GPT, GPTConfig, batch_like, loss_fn
 from tests.distributed import run_workers
@@ -19,9 +22,11 @@ from tests.memory_laws import (
 )
 from tests.plans import hand_plan
 
+Mixed = Literal["none", "bfloat16"]
+
 TOLERANCE = 0.02
 CONFIG = GPTConfig(
-    num_layers=4, vocab_size=256, width=192, num_heads=4, is_head_tied=False, max_tokens=8
+    num_layers=4, vocab_size=256, width=160, num_heads=4, is_head_tied=False, max_tokens=8
 )
 
 
@@ -46,7 +51,7 @@ def _sizes(module: torch.nn.Module) -> StageSizes:
 
 
 def _measure(
-    rank: int, settings: tuple[tuple[int, int, int, int], ...]
+    rank: int, settings: tuple[tuple[int, int, int, int], ...], mixed: Mixed
 ) -> list[tuple[str, int, int]]:
     """Return (what, measured, predicted) of a step of every (zero, dp, pp, m)."""
     found = []
@@ -56,7 +61,14 @@ def _measure(
         model = GPT(CONFIG)
         program = capture(model, batch, loss_fn, microbatch_size=1)
         plan = hand_plan(
-            program, "GPT", dp=dp, pp=pp, zero_stage=zero_stage, num_microbatches=count
+            program,
+            "GPT",
+            dp=dp,
+            pp=pp,
+            zero_stage=zero_stage,
+            num_microbatches=count,
+            recompute=Recompute(mode="full"),
+            mixed_precision=mixed,
         )
         module = parallelize(plan, model, batch, loss_fn, device="cpu")
         del model
@@ -76,7 +88,12 @@ def _measure(
         # The first step makes the buffers; a gloo thread may let go of one late, hence the least.
         step = min(steps[1:])
         predicted = step_extra_bytes(
-            sizes, zero_stage=zero_stage, dp=dp, num_microbatches=count, is_pipeline=pp > 1
+            sizes,
+            zero_stage=zero_stage,
+            dp=dp,
+            num_microbatches=count,
+            is_pipeline=pp > 1,
+            is_mixed=mixed == "bfloat16",
         )
         what = f"rank {rank}: zero {zero_stage}, dp {dp}, pp {pp}, {count} micro-batches"
         found.append((what, step, predicted))
@@ -86,17 +103,17 @@ def _measure(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "settings"),
+    ("world_size", "settings", "mixed"),
     [
-        (2, [(zero, 2, 1, count) for zero in range(4) for count in (1, 3)]),
-        (4, [(zero, 4, 1, 2) for zero in range(1, 4)]),
-        (4, [(zero, 2, 2, 3) for zero in range(4)]),
+        (2, [(zero, 2, 1, count) for zero in range(4) for count in (1, 3)], "none"),
+        (2, [(zero, 2, 1, count) for zero in range(4) for count in (1, 3)], "bfloat16"),
+        (4, [(3, 4, 1, 2), *((zero, 2, 2, 3) for zero in range(4))], "none"),
     ],
 )
 def test_measured_peaks_follow_the_laws(
-    world_size: int, settings: list[tuple[int, int, int, int]]
+    world_size: int, settings: list[tuple[int, int, int, int]], mixed: Mixed
 ) -> None:
-    for found in run_workers(_measure, world_size, tuple(settings)):
+    for found in run_workers(_measure, world_size, tuple(settings), mixed):
         off = [(what, got, want, got / want) for what, got, want in found]
         assert [o for o in off if abs(o[3] - 1) > TOLERANCE] == []
 
