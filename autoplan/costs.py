@@ -280,16 +280,12 @@ class Pricer:
                     sizes[argument] = side[argument]
         return sum(sizes.values())
 
-    def transfer_bytes(self, setting: Setting, stage: int, starts: Sequence[int]) -> int:
-        """Return bytes of the receive buffers of a stage: one per micro-batch and direction."""
-        if setting.pp == 1:
-            return 0
-        received = 0
-        if stage > 0:
-            received += self.trace.crossing_bytes[starts[stage] - 1]
-        if stage < setting.pp - 1:
-            received += self.trace.crossing_bytes[starts[stage + 1] - 1]
-        return received * setting.num_microbatches
+    def crossing(self, setting: Setting, stage: int, starts: Sequence[int]) -> tuple[int, int]:
+        """Return bytes of one micro-batch that enter a stage and that leave it."""
+        entering = self.trace.crossing_bytes[starts[stage] - 1] if stage > 0 else 0
+        is_last = stage == setting.pp - 1
+        leaving = 0 if is_last else self.trace.crossing_bytes[starts[stage + 1] - 1]
+        return entering, leaving
 
     def option(self, call: int, decision: Decision, setting: Setting, live: int) -> BlockOption:
         """Return a decision as the linear search sees it: every number an upper estimate.
@@ -436,15 +432,18 @@ class Pricer:
         calls = range(starts[stage], ends[stage])
         held: set[str] = set()
         blocks = [self.stage_block(c, decisions[c], setting, held) for c in calls]
+        entering, leaving = self.crossing(setting, stage, starts)
         return stage_memory(
             blocks,
             setting,
             self.workload.optimizer,
-            live=setting.live()[stage],
+            stage=stage,
             is_mixed=self.workload.mixed_precision != "none",
+            is_gloo=not overlaps_communication(self.cluster),
             side_bytes=self.side_bytes(calls, [decisions[c] for c in calls], setting.tp),
             input_bytes=self.batch_bytes(setting),
-            transfer_bytes=self.transfer_bytes(setting, stage, starts),
+            entering=entering,
+            leaving=leaving,
             reserve=self.cluster.reserved_bytes,
         )
 

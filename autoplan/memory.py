@@ -1,20 +1,21 @@
 """Bytes over time of a pipeline stage on one rank: what is resident and what each instant adds.
 
-The instants are: the forward of every block with the most micro-batches alive, the backward of
-every block, and the optimizer step. At each the model adds up parameters (shards and gathered
-copies), gradients, optimizer state, kept activations and transients; the largest is the peak. The
-laws of gathered copies and reduce buffers are those of FSDP2 (docs/design/memory-of-fsdp.md).
+The model walks the stage's own schedule, forward and backward of micro-batch after micro-batch,
+block by block, and ends with the optimizer step. It counts parameters, gradients, optimizer state,
+kept activations, and what comes and goes: gathered copies, all-gather and reduce buffers, transients
+inside blocks. The largest sum is the peak. The laws of FSDP2 that it follows are derived and
+measured in docs/design/memory-of-fsdp.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoplan.liveness import BlockMemory
 from autoplan.settings import Optimizer, Setting
 
-__all__ = ["GroupBytes", "Instant", "StageBlock", "StageMemory", "stage_memory", "static_bytes"]
+__all__ = ["GroupBytes", "StageBlock", "StageMemory", "stage_memory", "static_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,19 +54,6 @@ class StageBlock:
     group: GroupBytes
     is_glue: bool
     input_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Instant:
-    """An instant and the bytes of each category then."""
-
-    name: str
-    by_category: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        """Return the bytes of all categories."""
-        return sum(self.by_category.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,155 +98,248 @@ def stage_memory(
     setting: Setting,
     optimizer: Optimizer,
     *,
-    live: int,
+    stage: int = 0,
     is_mixed: bool = False,
+    is_gloo: bool = False,
     side_bytes: int = 0,
     input_bytes: int = 0,
-    transfer_bytes: int = 0,
+    entering: int = 0,
+    leaving: int = 0,
     reserve: int = 0,
 ) -> StageMemory:
     """Return the peak of a stage over all instants.
 
     Args:
         blocks: in execution order.
-        setting: degrees, ZeRO stage, micro-batches.
+        setting: degrees, ZeRO stage, micro-batches, schedule.
         optimizer: its memory law.
-        live: micro-batches alive at once in this stage.
+        stage: index of the stage.
         is_mixed: parameters are computed with in another dtype than they are stored in.
+        is_gloo: collectives run on gloo, whose reduce-scatter works on a copy.
         side_bytes: side values held by one micro-batch.
         input_bytes: batch inputs of one step that stay for the whole step.
-        transfer_bytes: pipeline receive buffers.
+        entering: bytes of one micro-batch's activations from the stage before.
+        leaving: to the stage after.
         reserve: bytes set aside on the device.
     """
-    model = _Stage(blocks, setting, optimizer, live, is_mixed)
-    fixed = side_bytes * live + input_bytes + transfer_bytes
-    best: Instant | None = None
-    for instant in model.instants():
-        if best is None or instant.total > best.total:
-            best = instant
-    assert best is not None, "a stage has at least the instant of the optimizer step"
-    by_category = dict(best.by_category)
-    by_category["activations"] += 0 if best.name == "optimizer step" else fixed
-    by_category["reserve"] = reserve
-    return StageMemory(peak=sum(by_category.values()), instant=best.name, by_category=by_category)
+    walk = _Walk(blocks, setting, optimizer, is_mixed, is_gloo)
+    walk.entering, walk.leaving, walk.side = entering, leaving, side_bytes
+    walk.fixed = input_bytes + receive_buffer_bytes(entering, leaving, setting, stage)
+    walk.run(_actions(setting, stage))
+    by_category = {**walk.peak_parts, "reserve": reserve}
+    return StageMemory(
+        peak=sum(by_category.values()), instant=walk.peak_name, by_category=by_category
+    )
 
 
-class _Stage:
+def receive_buffer_bytes(entering: int, leaving: int, setting: Setting, stage: int) -> int:
+    """Return the receive buffers of a stage, which stay from the first step on.
+
+    A ring under 1F1B, one per micro-batch under GPipe; gradients that come back have the size of
+    the activations that left.
+    """
+    m = setting.num_microbatches
+    if setting.schedule == "gpipe":
+        return m * (entering + leaving)
+    return setting.live()[stage] * entering + min(2, m) * leaving
+
+
+def _actions(setting: Setting, stage: int) -> list[tuple[str, bool]]:
+    """Return the stage's forwards and backwards in order, each with: is it the last micro-batch.
+
+    1F1B after its warm-up repeats itself, so micro-batches beyond two more are left out.
+    """
+    m = setting.num_microbatches
+    if setting.schedule == "gpipe":
+        return [("F", i == m - 1) for i in range(m)] + [("B", i == m - 1) for i in range(m)]
+    live = setting.live()[stage]
+    shown = min(m, live + 2)
+    actions = [("F", False)] * live
+    for index in range(shown):
+        actions.append(("B", index == shown - 1))
+        if live + index < shown:
+            actions.append(("F", False))
+    return actions
+
+
+class _Walk:
+    """Live bytes while a stage runs; `note` keeps the largest sum with its parts."""
+
     def __init__(
         self,
         blocks: Sequence[StageBlock],
         setting: Setting,
         optimizer: Optimizer,
-        live: int,
         is_mixed: bool,
+        is_gloo: bool,
     ) -> None:
         self.blocks = blocks
         self.setting = setting
-        self.optimizer = optimizer
-        self.live = live
-        self.wrapped = uses_fsdp(setting, is_mixed)
         self.zero = setting.zero_stage
-        groups = [b.group for b in blocks]
-        statics = [static_bytes(g, setting, optimizer) for g in groups]
+        self.is_mixed = is_mixed
+        self.is_gloo = is_gloo
+        self.is_pipeline = setting.pp > 1
+        self.is_foreach = optimizer.is_foreach
+        self.wrapped = uses_fsdp(setting, is_mixed)
+        statics = [static_bytes(b.group, setting, optimizer) for b in blocks]
         self.parameters = sum(s.parameters for s in statics)
-        self.gradients = sum(s.gradients for s in statics)
-        self.sharded_grads = [s.gradients for s in statics]
-        self.optimizer_bytes = sum(s.optimizer for s in statics)
-        self.kept = [b.memory.kept for b in blocks]
-        self.root = sum(b.group.gathered for b in blocks if b.is_glue)
-        self.root_grads = sum(b.group.gathered_grads for b in blocks if b.is_glue)
-        self.gathered = [0 if b.is_glue else b.group.gathered for b in blocks]
-        self.grads = [0 if b.is_glue else b.group.gathered_grads for b in blocks]
+        self.optimizer = sum(s.optimizer for s in statics)
+        self.largest = max((b.group.largest for b in blocks), default=0)
+        self.root = len(blocks)
+        groups: dict[int, list[GroupBytes]] = {}
+        for index, block in enumerate(blocks):
+            groups.setdefault(self.root if block.is_glue else index, []).append(block.group)
+        self.compute = {k: sum(g.gathered for g in v) for k, v in groups.items()}
+        self.grads = {k: sum(g.gathered_grads for g in v) for k, v in groups.items()}
+        self.whole = {k: sum(g.trained for g in v) for k, v in groups.items()}
+        self.retained = next((b.group.largest for b in reversed(blocks) if b.is_glue), 0)
+        self.order = [k for k in range(self.root) if k in groups]
+        if self.root in groups:
+            self.order.insert(0, self.root)
+        self.side = self.fixed = self.entering = self.leaving = 0
+        self.activations = 0
+        self.gathered: dict[int, int] = {}
+        self.buffers: dict[int, int] = {}
+        self.gradients: dict[int, int] = {}
+        self.sharded: dict[int, int] = {}
+        self.reduce_input = 0
+        self._marks: set[str] = set()
+        self.peak = -1
+        self.peak_name = ""
+        self.peak_parts: dict[str, int] = {}
 
-    def instants(self) -> Iterator[Instant]:
-        yield self._step()
-        m, live = self.setting.num_microbatches, self.live
-        scenarios = [(live, m > live)] if m != live else [(live, False)]
-        if m == live and live > 1:
-            scenarios.append((live - 1, True))
-        for alive, has_grads in scenarios:
-            for index in range(len(self.blocks)):
-                yield self._forward(index, alive, has_grads)
-                yield self._backward(index, alive, has_grads)
-
-    def _step(self) -> Instant:
-        temporary = (
-            self.gradients
-            if self.optimizer.is_foreach
-            else max((b.group.largest for b in self.blocks), default=0)
-        )
-        if not self.optimizer.is_foreach and self.zero >= 1:
-            temporary = -(-temporary // self.setting.dp)
-        return self._instant("optimizer step", 0, temporary, self.gradients)
-
-    def _instant(self, name: str, activations: int, working: int, gradients: int) -> Instant:
-        return Instant(
-            name=name,
-            by_category={
+    def note(self, name: str, transient: int = 0) -> None:
+        """Compare what lives now, and a transient, with the peak so far."""
+        gradients = sum(self.gradients.values()) + sum(self.sharded.values())
+        working = sum(self.gathered.values()) + sum(self.buffers.values()) + self.reduce_input
+        total = self.activations + gradients + working + transient + self.fixed
+        total += self.parameters + self.optimizer
+        if total > self.peak:
+            self.peak = total
+            self.peak_name = name
+            self.peak_parts = {
                 "parameters": self.parameters,
                 "gradients": gradients,
-                "optimizer": self.optimizer_bytes,
-                "activations": activations,
-                "working": working,
-                "reserve": 0,
-            },
-        )
+                "optimizer": self.optimizer,
+                "activations": self.activations + self.fixed,
+                "working": working + transient,
+            }
 
-    def _accumulated(self, has_grads: bool) -> int:
-        """Return bytes of gradients that earlier micro-batches of the step left."""
-        if not has_grads:
-            return 0
-        if self.wrapped and self.zero <= 1:
-            return self.root_grads + sum(self.grads)
-        return self.gradients
-
-    def _forward(self, index: int, alive: int, has_grads: bool) -> Instant:
-        block = self.blocks[index]
-        before = (alive - 1) * sum(self.kept) + sum(self.kept[:index])
-        working = block.input_bytes + block.memory.forward_peak
-        working += self._gathered_forward(index)
-        return self._instant(
-            f"forward of block {index}", before, working, self._accumulated(has_grads)
-        )
-
-    def _gathered_forward(self, index: int) -> int:
-        """Return bytes of unsharded copies and all-gather buffers while a block runs forward."""
-        if not self.wrapped:
-            return 0
-        buffer = self.gathered[index] if self.setting.dp > 1 and self.zero >= 1 else 0
-        if self.zero >= 3:
-            return self.root + self.gathered[index] + buffer
-        if self.zero == 2 and self.setting.num_microbatches == 1:
-            return self.root + sum(self.gathered[: index + 1]) + buffer
-        return self.root + sum(self.gathered) + buffer
-
-    def _backward(self, index: int, alive: int, has_grads: bool) -> Instant:
-        block = self.blocks[index]
-        memory = block.memory
-        held = (alive - 1) * sum(self.kept) + sum(self.kept[: index + 1])
-        accumulated = self._accumulated(has_grads)
-        if not self.wrapped:
-            if has_grads:
-                memory = block.accumulating
+    def run(self, actions: Sequence[tuple[str, bool]]) -> None:
+        """Walk the actions, the last reductions, and the optimizer step."""
+        for kind, is_last in actions:
+            if kind == "F":
+                self._forward()
             else:
-                accumulated = sum(self.sharded_grads[index + 1 :])
-            working = memory.backward_peak - memory.kept
-            return self._instant(f"backward of block {index}", held, working, accumulated)
-        working = memory.backward_peak - memory.kept + self._gathered_backward(index)
-        if self.zero <= 1:
-            if not has_grads:
-                accumulated = self.root_grads + sum(self.sharded_grads[index + 1 :])
-        else:
-            reduced = self.gradients if has_grads else sum(self.sharded_grads[index + 1 :])
-            accumulated = reduced + self.root_grads
-        return self._instant(f"backward of block {index}", held, working, accumulated)
+                self._backward(is_last)
+        if self.wrapped and self.zero <= 1 and self.is_pipeline:
+            for group in self.order:
+                self._reduce(group, reshards=True)
+        self.gathered.clear()
+        self.buffers.clear()
+        self.reduce_input = 0
+        shards = self.setting.dp if self.zero >= 1 else 1
+        temporary = sum(self.whole.values()) if self.is_foreach else 2 * self.largest
+        self.note("the optimizer step", -(-temporary // shards))
 
-    def _gathered_backward(self, index: int) -> int:
-        """Return bytes of copies, prefetched buffers and reduce buffers in a block's backward."""
-        later = next((g for g in self.grads[index + 1 :] if g), 0)
-        if self.zero >= 3:
-            earlier = next((g for g in reversed(self.gathered[:index]) if g), 0)
-            return self.root + self.gathered[index] + earlier + later
-        if self.zero == 2:
-            return self.root + sum(self.gathered[: index + 1]) + later
-        return self.root + sum(self.gathered) + later
+    def _forward(self) -> None:
+        self._gather_forward(self.root)
+        self.activations += self.side
+        for index, block in enumerate(self.blocks):
+            self._gather_forward(index)
+            self.note(f"forward of block {index}", block.input_bytes + block.memory.forward_peak)
+            self.activations += block.memory.kept
+            if self.zero == 3 and index in self.compute:
+                self.gathered.pop(index, None)
+        self.activations += self.leaving
+        if self.is_pipeline:
+            self.activations -= self._entering_kept()
+        self.buffers.clear()
+        if self.zero == 3 and self.is_pipeline:
+            self.gathered.pop(self.root, None)
+
+    def _entering_kept(self) -> int:
+        """Return the kept stage input: it is the receive buffer, which is counted there."""
+        return min(self.entering, self.blocks[0].input_bytes, self.blocks[0].memory.kept)
+
+    def _gather_forward(self, group: int) -> None:
+        if not self.wrapped or group not in self.compute or group in self.gathered:
+            return
+        size = self.compute[group]
+        earlier = list(self.buffers)
+        if self.zero > 0 and self.setting.dp > 1:
+            self.buffers[group] = size
+            self.note("gathering parameters", size // self.setting.dp if self.is_mixed else 0)
+        self.gathered[group] = size
+        self.note("gathering parameters")
+        for other in earlier:
+            del self.buffers[other]
+
+    def _backward(self, is_last: bool) -> None:
+        syncs = self.wrapped and (self.zero >= 2 or (is_last and not self.is_pipeline))
+        reshards = self.zero == 3 or (is_last and not self.is_pipeline)
+        self.activations -= self.leaving
+        self.activations += self._entering_kept() if self.is_pipeline else 0
+        if self.wrapped and self.zero == 3:
+            self._gather_backward(self.root)
+            self._prefetch(len(self.blocks))
+        before = self.gradients.get(self.root, 0)
+        for index in reversed(range(len(self.blocks))):
+            block = self.blocks[index]
+            if self.wrapped and self.zero == 3 and not block.is_glue:
+                self._gather_backward(index)
+                self._prefetch(index)
+            self._backward_of(index, block)
+            if syncs and index in self.compute:
+                self._reduce(index, reshards)
+        if syncs and self.root in self.compute:
+            self._reduce(self.root, reshards, self.retained)
+        elif self.is_mixed and self.root in self.gradients:
+            self.gradients[self.root] = max(before, self.whole[self.root])
+        self.activations -= self.side
+        self.reduce_input = 0
+
+    def _backward_of(self, index: int, block: StageBlock) -> None:
+        group = self.root if block.is_glue else index
+        has_grads = self.gradients.get(index if not block.is_glue else self.root, 0) > 0
+        is_first = not has_grads or self.is_mixed
+        seen = f"grads of {index}"
+        adds_up = block.is_glue and seen in self._marks
+        memory = block.memory if is_first and not adds_up else block.accumulating
+        self.note(f"backward of block {index}", memory.backward_peak - memory.kept)
+        self.activations -= block.memory.kept
+        if not adds_up:
+            made = block.group.gathered_grads
+            if not block.is_glue and has_grads and not self.is_mixed:
+                made = 0
+            self.gradients[group] = self.gradients.get(group, 0) + made
+            self.note(f"end of the backward of block {index}")
+            if block.is_glue and not self.is_mixed:
+                self._marks.add(seen)
+        if self.is_mixed and self.wrapped and not block.is_glue and self.zero <= 1:
+            self.gradients[group] = self.whole[group]
+
+    def _gather_backward(self, group: int) -> None:
+        if group in self.compute and group not in self.gathered:
+            self.gathered[group] = self.compute[group]
+            self.note("gathering parameters for backward")
+        self.buffers.clear()
+
+    def _prefetch(self, index: int) -> None:
+        earlier = next((i for i in reversed(range(index)) if i in self.compute), None)
+        if earlier is not None and self.setting.dp > 1:
+            self.buffers[earlier] = self.compute[earlier]
+            self.note("prefetching parameters")
+
+    def _reduce(self, group: int, reshards: bool, retained: int = 0) -> None:
+        if reshards:
+            self.gathered.pop(group, None)
+        size = self.whole[group] if self.is_mixed else self.grads[group]
+        self.reduce_input = size
+        self.note("reducing gradients")
+        self.gradients.pop(group, None)
+        self._marks = {m for m in self._marks if group != self.root}
+        copy = size if self.is_gloo and self.zero > 0 else 0
+        shard = -(-self.whole[group] // self.setting.dp) if self.zero > 0 else self.whole[group]
+        self.note("reducing gradients", shard + copy + retained)
+        self.sharded[group] = shard

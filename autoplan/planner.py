@@ -239,7 +239,7 @@ class Planner:
         fixed, boundary = [], []
         for stage in range(setting.pp):
             neighbours = (stage > 0) + (stage < setting.pp - 1)
-            transfer = crossing * neighbours * setting.num_microbatches
+            transfer = crossing * _transfer_copies(setting, stage, live[stage])
             nbytes = side * live[stage] + pricer.batch_bytes(setting) + transfer
             fixed.append(-(-nbytes // unit))
             boundary.append(
@@ -343,6 +343,19 @@ class Planner:
             lookups=dict(self.tally.counts),
         )
         return replace(plan, attached=(self.batch, self.loss_fn))
+
+
+def _transfer_copies(setting: Setting, stage: int, live: int) -> int:
+    """Return how many micro-batches' worth of activations lie at a stage's borders at most.
+
+    Receive buffers that are no kept activations, stage outputs until their backward, and the
+    gradient on its way back; see docs/design/memory-of-fsdp.md.
+    """
+    m = setting.num_microbatches
+    entering = (m if setting.schedule == "gpipe" else live) - live + 1 if stage > 0 else 0
+    gradients = m if setting.schedule == "gpipe" else min(2, m)
+    leaving = gradients + live if stage < setting.pp - 1 else 0
+    return entering + leaving
 
 
 def replace_trace(pricer: Pricer, exact: Trace) -> Pricer:
