@@ -289,6 +289,7 @@ def _add_op(
         source = node.args[0]
         if source.meta["val"].dtype == value.dtype and not node.kwargs.get("copy", False):
             alias[node.name] = alias.get(source.name, source.name)
+            metas[node.name] = metas.get(source.name)
             return
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         raise TraceError(

@@ -21,6 +21,14 @@ __all__ = ["Redistribute", "join", "join_slices", "local_shape", "local_slice", 
 
 Local = Callable[[torch.Tensor], torch.Tensor]
 
+# torch 2.13 renames both and warns about the old names; 2.11 has only those.
+_all_gather_into: Callable[..., Any] = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)
+_reduce_scatter_into: Callable[..., Any] = getattr(
+    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+)
+
 
 def local_shape(shape: Sequence[int], placement: Placement, degree: int) -> tuple[int, ...]:
     """Return the shape that one rank holds of a tensor of `shape`."""
@@ -134,12 +142,12 @@ class Redistribute:
 
     def _all_gather(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty((self.degree * x.shape[0], *x.shape[1:]))
-        dist.all_gather_into_tensor(out, x.contiguous(), group=self.group)
+        _all_gather_into(out, x.contiguous(), group=self.group)
         return torch.unflatten(out, 0, (self.degree, -1))
 
     def _reduce_scatter(self, stacked: torch.Tensor) -> torch.Tensor:
         out = stacked.new_empty(stacked.shape[1:])
-        dist.reduce_scatter_tensor(out, stacked.contiguous().flatten(0, 1), group=self.group)
+        _reduce_scatter_into(out, stacked.contiguous().flatten(0, 1), group=self.group)
         return out
 
     def _all_to_all(self, stacked: torch.Tensor) -> torch.Tensor:

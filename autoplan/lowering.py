@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from autoplan.axes import op_name
+from autoplan.axis_rules import arguments, op_name
 from autoplan.collectives import Redistribute, local_shape, placement_word
 from autoplan.graph import Placement, ShardOption
 from autoplan.program import BlockGraph, Op, Ref, TensorMeta, map_refs
@@ -213,7 +213,7 @@ class _Lowering:
             return _local_split(op, output, self.degree, len(source.shape) if source else 0)
         if is_random(op):
             return replace(op, target=ShardedRandom(op.target, self.rank))
-        if option.output == "P" and name == "linear":
+        if option.output == "P" and name == "linear" and arguments(op)["bias"] is not None:
             return replace(op, target=RowLinear(self.rank))
         if option.output == "P" and name == "addmm":
             return replace(op, target=RowAddmm(self.rank), kwargs={})

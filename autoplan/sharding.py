@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from autoplan.axes import RESULT, Analysis, Atom, Dim, Link, Rule, analyse, leaves, pieces
+from autoplan.axes import RESULT, Analysis, Atom, Dim, Link, Rule, leaves, pieces
+from autoplan.axis_rules import analyse
 from autoplan.graph import Placement, ShardOption
 from autoplan.program import BlockGraph, Op
 from autoplan.redistribution import transition
@@ -183,7 +184,7 @@ def _axis_names(graph: BlockGraph, found: Analysis) -> dict[Atom, str]:
     used: set[str] = set()
     numbers = count()
     for atom in _in_order(graph, found):
-        if atom is batch or atom in names:
+        if atom not in touched or atom in names:
             continue
         number = next(numbers)
         if atom is sequence:
@@ -194,7 +195,7 @@ def _axis_names(graph: BlockGraph, found: Analysis) -> dict[Atom, str]:
             hint = "heads" if atom in heads else "vocabulary" if atom in vocabulary else ""
         names[atom] = hint if hint and hint not in used else f"a{number}"
         used.add(names[atom])
-    return {atom: name for atom, name in names.items() if atom in touched}
+    return names
 
 
 def _in_order(graph: BlockGraph, found: Analysis) -> list[Atom]:

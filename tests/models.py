@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from autoplan.capture import capture
-from autoplan.program import BlockGraph
+from autoplan.program import BlockGraph, TensorMeta
 
-__all__ = ["MODELS", "blocks", "gpt", "gpt2", "llama"]
+__all__ = ["MODELS", "VOCABULARY", "blocks", "blocks_of", "gpt", "gpt2", "llama"]
 
 ROWS, TOKENS, VOCABULARY = 2, 12, 64
 
@@ -50,6 +52,39 @@ class PlainAttention(nn.Module):
         mixed = scores.softmax(-1) @ v.transpose(1, 2)
         out: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
+
+
+class RepeatedKeys(nn.Module):
+    """Grouped-query attention as stock transformers has it: expanded keys, a mask, rotations."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.size = 2 * heads, heads, width // (2 * heads)
+        self.q = nn.Linear(width, width, bias=False)
+        self.kv = nn.Linear(width, 2 * self.kv_heads * self.size)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, tokens, width = x.shape
+        q = self.q(x * self.scale).view(rows, tokens, self.heads, self.size).transpose(1, 2)
+        kv = self.kv(x).view(rows, tokens, self.kv_heads, 2, self.size).permute(3, 0, 2, 1, 4)
+        groups = self.heads // self.kv_heads
+        keys, values = (self._repeat(part, groups) for part in (kv[0], kv[1]))
+        turned = torch.cat((-q[..., self.size // 2 :], q[..., : self.size // 2]), dim=-1)
+        mask = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).tril()
+        mixed = F.scaled_dot_product_attention(q + turned, keys, values, attn_mask=mask[None, None])
+        flat = mixed.transpose(1, 2).reshape(rows * tokens, width)
+        pair = torch.stack((flat, flat.sigmoid()), dim=1).sum(1)
+        centred = pair - pair.mean(-1, keepdim=True)
+        weight = self.out.weight.t()
+        product = torch.mm(centred, weight).view(rows, tokens, width)
+        return torch.where(product > 0, product, product * 0.5) + self.out.bias
+
+    def _repeat(self, x: torch.Tensor, groups: int) -> torch.Tensor:
+        rows, kv_heads, tokens, size = x.shape
+        wide = x[:, :, None].expand(rows, kv_heads, groups, tokens, size)
+        return wide.reshape(rows, kv_heads * groups, tokens, size)
 
 
 class Block(nn.Module):
@@ -133,14 +168,44 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama_one_kv_head": lambda: llama(kv_heads=1),
     "gpt2": gpt2,
     "gpt": gpt,
+    "gpt_repeated_keys": lambda: gpt(RepeatedKeys),
     "gpt_plain_attention": lambda: gpt(PlainAttention),
 }
 
 
-def blocks(model: nn.Module) -> dict[str, BlockGraph]:
-    """Return the block graphs of a model by name: `block0`, `glue0`, `glue1`."""
-    ids = torch.zeros(2 * ROWS, TOKENS, dtype=torch.long)
+def blocks(model: nn.Module, rows: int = ROWS) -> dict[str, BlockGraph]:
+    """Return the block graphs of a model by name: `block0`, `glue0`, `glue1`.
+
+    Casts to float32 (the norms of Llama have some) become float64, so that results can be compared
+    to more digits than a float32 has.
+    """
+    ids = torch.zeros(2 * rows, TOKENS, dtype=torch.long)
     batch: Any = {"labels": ids}
     batch["ids" if isinstance(model, GPT) else "input_ids"] = ids
-    program = capture(model, batch, microbatch_size=ROWS)
-    return {graph.name: graph for graph in program.graphs}
+    program = capture(model, batch, microbatch_size=rows)
+    return {graph.name: _widened(graph) for graph in program.graphs}
+
+
+@cache
+def blocks_of(name: str, rows: int = ROWS) -> dict[str, BlockGraph]:
+    """Return the block graphs of the model of that name in `MODELS`, captured once."""
+    return blocks(MODELS[name](), rows)
+
+
+def _widened(graph: BlockGraph) -> BlockGraph:
+    def widen(value: Any) -> Any:
+        return torch.float64 if value is torch.float32 else value
+
+    def meta(old: TensorMeta | None) -> TensorMeta | None:
+        return old and replace(old, dtype=widen(old.dtype))
+
+    ops = tuple(
+        replace(
+            op,
+            args=tuple(widen(x) for x in op.args),
+            kwargs={key: widen(x) for key, x in op.kwargs.items()},
+            meta=meta(op.meta),
+        )
+        for op in graph.ops
+    )
+    return replace(graph, ops=ops, input_metas=tuple(meta(m) for m in graph.input_metas))
