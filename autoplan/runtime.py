@@ -85,11 +85,12 @@ class BatchSplitter:
             )
         for key, has_rows, leaf in zip(self.keys, self.has_rows, leaves, strict=True):
             if has_rows and leaf.shape[0] != rows:
+                parts = f"{self.num_microbatches} micro-batches of {self.rows} rows"
+                if rows > self.rows * self.num_microbatches:
+                    parts += f" on each of {self.dp} ranks"
                 raise ValueError(
-                    f"{what} has {leaf.shape[0]} rows in {key}, it must have {rows} "
-                    f"({self.num_microbatches} micro-batches of {self.rows} rows"
-                    f"{f' on each of {self.dp} ranks' if rows > self.rows * self.num_microbatches else ''}"  # noqa: E501
-                    "): pass train_step what shard_batch(global_batch) returns"
+                    f"{what} has {leaf.shape[0]} rows in {key}, it must have {rows} ({parts}): "
+                    "pass train_step what shard_batch(global_batch) returns"
                 )
         return leaves
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 
+from autoplan.capture import capture
 from autoplan.emitter import parallelize
 from autoplan.errors import EmitError, PlanError
 from autoplan.plan import Plan, Recompute
 from autoplan.program import Program
+from examples.gpt import GPT, GPTConfig, batch_like, loss_fn
 from tests.distributed import run_workers
 from tests.layouts import megatron, scattered
 from tests.numerics import ROWS, Case, build, check_cases, global_batch, program_of
@@ -197,3 +201,29 @@ def test_code_shows_what_a_stage_runs() -> None:
     assert "aten.embedding.default(" in first
     assert "def stage0(call, side, " in first
     assert "aten.cross_entropy_loss.default(" in second
+
+
+def _dropout_losses(rank: int, plan: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """Return loss and gradient norm without and with recompute, from one seed."""
+    config = GPTConfig(num_layers=2, vocab_size=64, width=32, num_heads=4, dropout=0.2)
+    found = []
+    for mark in (None, full, selective):
+        torch.manual_seed(3)
+        model = GPT(config).double()
+        batch = batch_like(config, 4 * plan.get("dp", 1), 16)
+        program = capture(model, batch, loss_fn, microbatch_size=2)
+        arguments = dict(plan)
+        if arguments.get("tp", 1) > 1:
+            arguments["layouts"] = megatron(program, arguments["tp"])
+        recompute = None if mark is None else mark(program)
+        written = hand_plan(program, "GPT", num_microbatches=2, recompute=recompute, **arguments)
+        module = parallelize(written, model, batch, loss_fn, device="cpu")
+        loss = module.train_step(module.shard_batch(batch))
+        found.append((float(loss), float(module.clip_grad_norm_(1e9))))
+    return found
+
+
+@pytest.mark.parametrize("plan", [{"tp": 2}, {"pp": 2}, {"dp": 2, "zero_stage": 3}])
+def test_recompute_draws_the_same_dropout_again(plan: Mapping[str, Any]) -> None:
+    for first, *others in run_workers(_dropout_losses, 2, plan):
+        assert others == [first, first]
