@@ -230,8 +230,9 @@ class Pricer:
     def _zero_times(self, group: GroupBytes, setting: Setting) -> tuple[float, float, float]:
         """Return seconds of a gather and a reduction per micro-batch, and of both once a step.
 
-        Stages 2 and 3 gather and reduce-scatter for every micro-batch, stage 1 once a step; stage 0
-        all-reduces once a step (Rajbhandari et al. 2020, section 7).
+        Stage 3 gathers (twice) and reduce-scatters for every micro-batch, stage 2 gathers once a
+        step and reduce-scatters for every micro-batch, stage 1 does both once a step; stage 0
+        all-reduces once a step (Rajbhandari et al. 2020, section 7; docs/design/memory-of-fsdp.md).
         """
         if setting.dp == 1 or group.gathered == 0:
             return 0.0, 0.0, 0.0
@@ -243,6 +244,8 @@ class Pricer:
         reduce = link.collective_time_s("reduce_scatter", group.gathered_grads, dp)
         if setting.zero_stage == 1:
             return 0.0, 0.0, gather + reduce
+        if setting.zero_stage == 2:
+            return 0.0, reduce, gather
         return gather, reduce, 0.0
 
     def _optimizer_time(self, group: GroupBytes, setting: Setting) -> float:

@@ -19,8 +19,9 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.utils import _pytree as pytree
 
 from autoplan import compat
+from autoplan.batches import batch_rows
 from autoplan.calls import BoundCall, install
-from autoplan.capture import batch_rows, capture
+from autoplan.capture import capture
 from autoplan.errors import EmitError, PlanError
 from autoplan.executor import compile_graph
 from autoplan.matching import explain_mismatch

@@ -79,11 +79,18 @@ def block_decisions(
 def plain_decision(
     block: BlockTrace, timer: Timer, *, whole: frozenset[str] = frozenset(), lean: bool = False
 ) -> Decision:
-    """Return the fastest decision of a block class that recomputes nothing, or the leanest."""
+    """Return the fastest decision of a block class that recomputes nothing.
+
+    With `lean`, the fastest among those that save most of the memory that sharding can save: within
+    a quarter of the way from the leanest to the fastest.
+    """
     model = _ChoiceModel(block, timer, whole, region=False)
-    if lean:
-        return model.read(minimize_memory(model.problem, time_limit_s=5.0))
-    return model.read(solve_choice(model.problem, None, time_limit_s=5.0))
+    fastest = solve_choice(model.problem, None, time_limit_s=5.0)
+    if lean and timer.degree > 1:
+        leanest = minimize_memory(model.problem, time_limit_s=5.0)
+        limit = leanest.memory + max(0, fastest.memory - leanest.memory) // 4
+        return model.read(solve_choice(model.problem, limit, time_limit_s=5.0))
+    return model.read(fastest)
 
 
 def fastest_ops_s(block: BlockTrace, timer: Timer) -> float:
@@ -216,8 +223,11 @@ class _ChoiceModel:
         op = next((o for o in self.block.ops if o.name == name), None)
         if op is None:
             return (_Pick(axis="R", keep=False),)
-        marks = (False, True) if self.region and op.may_mark and op.mark_bytes else (False,)
-        return tuple(_Pick(axis=o.axis, keep=k) for o in self.options[name] for k in marks)
+        return tuple(
+            _Pick(axis=option.axis, keep=keep)
+            for option in self.options[name]
+            for keep in ((False, True) if self.region and _may_keep(op, option) else (False,))
+        )
 
     def _produced(self, name: str, pick: _Pick) -> str:
         if name not in self.options:
@@ -323,6 +333,15 @@ class _ChoiceModel:
             if state.name == name:
                 return state.is_trained
         return next(op.needs_grad for op in self.block.ops if op.name == name)
+
+
+def _may_keep(op: OpTrace, option: ShardOption) -> bool:
+    """Return whether a mark is legal: never on an op that is run as several local kernels.
+
+    The vocabulary-parallel embedding and loss save intermediate results, or reduce them in place.
+    """
+    is_many = op.kind != "gemm" and option.is_split and option.output in ("P", "R")
+    return op.may_mark and op.mark_bytes > 0 and not is_many
 
 
 def _ticks(seconds: float) -> int:

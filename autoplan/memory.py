@@ -2,8 +2,8 @@
 
 The model walks the stage's own schedule, forward and backward of micro-batch after micro-batch,
 block by block, and ends with the optimizer step. It counts parameters, gradients, optimizer state,
-kept activations, and what comes and goes: gathered copies, all-gather and reduce buffers, transients
-inside blocks. The largest sum is the peak. The laws of FSDP2 that it follows are derived and
+kept activations, and what comes and goes: gathered copies, all-gather and reduce buffers, and
+transients inside blocks. The largest sum is the peak. The laws of FSDP2 it follows are derived and
 measured in docs/design/memory-of-fsdp.md.
 """
 

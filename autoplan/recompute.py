@@ -199,7 +199,10 @@ def _store(kernel: Callable[..., Any], result: Any) -> _Stored:
 
 def _stand_in(kernel: Callable[..., Any], result: Any) -> _Stored:
     leaves, spec = pytree.tree_flatten(result)
-    empty = [x.new_empty(1).expand(x.shape) if isinstance(x, torch.Tensor) else x for x in leaves]
+    empty = [
+        x.new_empty((1,) * x.dim()).expand(x.shape) if isinstance(x, torch.Tensor) else x
+        for x in leaves
+    ]
     versions: list[int | None] = [None] * len(empty)
     return _Stored(kernel=kernel, runs_again=False, leaves=empty, versions=versions, spec=spec)
 

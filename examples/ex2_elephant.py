@@ -31,8 +31,8 @@ from autoplan.search.mesh import Progress
 from autoplan.training import RankResult, global_batch, make_optimizer
 from autoplan.units import format_bytes, format_seconds
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from gpt import GPT, GPTConfig, batch_like, loss_fn
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from examples.gpt import GPT, GPTConfig, batch_like, loss_fn
 
 DEVICE_MEMORY = "30MiB"
 NUM_PROCESSES = 4
@@ -130,17 +130,19 @@ def compare(plan: Plan, alone: list[float], results: list[RankResult]) -> list[s
             wrong.append(f"step {step}: losses differ by {difference:.1e}")
     print(table(rows))
     capacity = plan.predicted.capacity_bytes
-    rows = [("rank", "stage", "measured peak", "predicted peak", "error", "Device_Memory")]
+    peaks = [("rank", "stage", "measured peak", "predicted peak", "error", "Device_Memory")]
     for rank, result in enumerate(results):
         predicted = plan.predicted.peak_memory_bytes[result.stage]
         error = predicted / result.peak_bytes - 1
         sizes = (format_bytes(result.peak_bytes), format_bytes(predicted))
-        rows.append((str(rank), str(result.stage), *sizes, f"{error:+.1%}", format_bytes(capacity)))
+        peaks.append(
+            (str(rank), str(result.stage), *sizes, f"{error:+.1%}", format_bytes(capacity))
+        )
         if result.peak_bytes > capacity:
             wrong.append(f"rank {rank} needs more than Device_Memory")
         if abs(error) > PEAK_TOLERANCE:
             wrong.append(f"rank {rank}: the predicted peak is {error:+.1%} off")
-    print(table(rows))
+    print(table(peaks))
     return wrong
 
 

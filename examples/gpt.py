@@ -83,6 +83,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        for table in (self.tokens, self.positions):
+            nn.init.normal_(table.weight, std=0.02)
         if config.is_head_tied:
             self.head.weight = self.tokens.weight
 
