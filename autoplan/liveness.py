@@ -189,34 +189,31 @@ def _backward(
     region: bool,
     accumulating: bool,
 ) -> tuple[int, int]:
-    """Return the peak of backward and the bytes of parameter gradients it makes."""
+    """Return the peak of backward and the bytes of parameter gradients it makes.
+
+    In a region the marked results live until the backward ends.
+    """
     heap = _Heap()
     for name, nbytes in (*kept.items(), *inputs.items()):
         heap.add(name, nbytes)
-    for name in dict.fromkeys(_storage(local, n) for n in local.outputs):
-        heap.add(f"grad:{name}", _value_bytes(local, name))
+    gradients = _Gradients(heap)
+    for name in dict.fromkeys(local.outputs):
+        gradients.receive(name, local.value_bytes.get(_storage(local, name), 0))
     if region:
         _run_forward(local, heap, _all_saved(local), {}, internal=True)
-        needed = _all_saved(local)
-        for owner in list(heap.live):
-            outputs = owner in {_storage(local, n) for n in local.outputs}
-            if outputs and owner not in needed and owner not in kept:
-                heap.drop(owner)
+        _drop_unneeded_outputs(local, heap, kept)
     uses = _saved_uses(local)
-    owners = {op.name: op.storage for op in local.ops}
+    held = set(inputs) | (set(kept) if region else set())
+    sizes = {op.name: op.value_bytes for op in local.ops}
     made = 0
     for op in reversed(local.ops):
-        grads = [owners.get(n, n) for n in op.grads]
-        is_view = op.storage != op.name and op.op is not None
-        source = owners.get(op.name, op.name)
-        for owner in dict.fromkeys(grads):
-            nbytes = _value_bytes(local, owner)
-            if is_view and owner == source:
-                heap.add(f"grad:{owner}", nbytes)
-            elif f"grad:{owner}" in heap.live:
-                heap.transient(nbytes + op.backward_temp_bytes)
+        coming = gradients.take(op.name)
+        for name in op.grads:
+            if op.passes_gradient and coming:
+                gradients.pass_on(name, coming)
             else:
-                heap.add(f"grad:{owner}", nbytes)
+                nbytes = sizes.get(name, 0) or local.value_bytes.get(name, 0)
+                gradients.receive(name, nbytes, op.backward_temp_bytes)
         for name, nbytes in op.parameter_grads:
             if f"pgrad:{name}" not in heap.live:
                 made += nbytes
@@ -227,18 +224,73 @@ def _backward(
         if accumulating:
             for name, _ in op.parameter_grads:
                 heap.drop(f"pgrad:{name}")
-        if not is_view and op.storage == op.name:
-            heap.drop(f"grad:{op.name}")
+        gradients.release(coming)
         heap.drop(f"{op.name}:internal")
         for owner in op.saved:
             uses[owner] -= 1
-            if uses[owner] == 0 and owner not in inputs:
+            if uses[owner] == 0 and owner not in held:
                 heap.drop(owner)
     return heap.peak, made
 
 
-def _value_bytes(local: LocalBlock, owner: str) -> int:
-    return local.value_bytes.get(owner, 0)
+def _drop_unneeded_outputs(local: LocalBlock, heap: _Heap, kept: Mapping[str, int]) -> None:
+    """Drop what the second forward made of outputs that nothing saves."""
+    needed = _all_saved(local)
+    for owner in {_storage(local, n) for n in local.outputs}:
+        if owner not in needed and owner not in kept:
+            heap.drop(owner)
+
+
+class _Gradients:
+    """Gradients of values on their way back; one tensor may serve several values."""
+
+    def __init__(self, heap: _Heap) -> None:
+        self.heap = heap
+        self.held: dict[str, list[int]] = {}
+        self.users: dict[int, int] = {}
+        self.count = 0
+
+    def receive(self, name: str, nbytes: int, transient: int = 0) -> None:
+        """Make a new gradient of a value, or add one to what it has."""
+        if self.held.get(name):
+            self._add_up(name, nbytes, transient)
+            return
+        self.count += 1
+        self.heap.add(f"grad:{self.count}", nbytes)
+        self.held[name] = [self.count]
+        self.users[self.count] = 1
+
+    def pass_on(self, name: str, coming: list[int]) -> None:
+        """Let a value use gradients that exist."""
+        own = self.held.get(name)
+        if own and self.users[own[0]] == 1 and len(own) == 1:
+            return  # added in place to the one that it has alone
+        for number in coming:
+            self.users[number] += 1
+        self.held[name] = [*(own or []), *coming]
+
+    def _add_up(self, name: str, nbytes: int, transient: int) -> None:
+        own = self.held[name]
+        if len(own) == 1 and self.users[own[0]] == 1:
+            self.heap.transient(nbytes + transient)
+            return
+        self.count += 1
+        self.heap.add(f"grad:{self.count}", nbytes)
+        self.heap.transient(transient)
+        self.users[self.count] = 1
+        self.held[name] = [self.count]
+        self.release(own)
+
+    def take(self, name: str) -> list[int]:
+        """Return and forget the gradients of a value."""
+        return self.held.pop(name, [])
+
+    def release(self, numbers: list[int]) -> None:
+        """Drop one use of each gradient."""
+        for number in numbers:
+            self.users[number] -= 1
+            if self.users[number] == 0:
+                self.heap.drop(f"grad:{number}")
 
 
 def _saved_uses(local: LocalBlock) -> dict[str, int]:

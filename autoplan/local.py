@@ -29,6 +29,8 @@ class LocalOp:
         inputs: local value names it reads, states included.
         storage: name of the value that owns the result's storage.
         nbytes: bytes of the result's own storage; 0 where it shares another's.
+        value_bytes: bytes of the result's elements, storage of its own or not; 0 for a tuple.
+        passes_gradient: its backward hands the gradient of its result on without a copy.
         saved: storages that autograd keeps for its backward, by owner.
         internal_bytes: bytes kept that were made inside.
         forward_temp_bytes: largest transient inside it forward.
@@ -47,6 +49,8 @@ class LocalOp:
     inputs: tuple[str, ...]
     storage: str
     nbytes: int
+    value_bytes: int = 0
+    passes_gradient: bool = False
     saved: tuple[str, ...] = ()
     internal_bytes: int = 0
     forward_temp_bytes: int = 0
@@ -140,7 +144,8 @@ class _Builder:
         if moved is None:
             raise ValueError(f"{name}: {have} cannot become {placement}")
         self.made.add(converted)
-        is_new = moved[0] not in ("", "slice")
+        target = Placement.parse(placement)
+        is_new = moved[0] != "" and not (moved[0] == "slice" and _is_leading(target))
         size = self._local(self.full[name], placement)
         owner = converted if is_new else self.storage[name]
         self.full[converted] = self.full[name]
@@ -158,6 +163,14 @@ class _Builder:
                 inputs=(name,),
                 storage=owner,
                 nbytes=size if owner == converted else 0,
+                value_bytes=size,
+                passes_gradient=moved[1] == "",
+                forward_temp_bytes=_collective_temp(
+                    moved[0], self.full[name], self.degree, target, Placement.parse(have)
+                ),
+                backward_temp_bytes=_collective_temp(
+                    moved[1], self.full[name], self.degree, Placement.parse(have), target
+                ),
                 transition=moved,
                 moved_bytes=self.full[name],
                 grads=(name,) if self.grad.get(name) or self.trained.get(name) else (),
@@ -175,9 +188,12 @@ class _Builder:
         )
         local_of = dict(zip(op.inputs, inputs, strict=True))
         split = self.degree if option.is_split else 1
-        is_view = op.storage != op.name
+        is_tuple = not op.dtype and op.nbytes == 0
+        is_view = op.storage != op.name or is_tuple
         out_split = self.degree if option.output.startswith("S") else 1
         self.full[op.name] = op.nbytes if not is_view else _view_bytes(op)
+        if is_tuple:
+            self.full[op.name] = sum(self.full[n] for n in op.inputs[:1])
         self.placements[op.name] = option.output
         self.grad[op.name] = op.needs_grad
         if is_view:
@@ -187,6 +203,7 @@ class _Builder:
             self.storage[op.name] = op.name
             self.value_bytes[op.name] = -(-op.nbytes // out_split)
         saved, internal = self._saved(op, local_of, split)
+        masked = -(-op.nbytes // out_split) if _is_vocabulary_embedding(op, option) else 0
         self.ops.append(
             LocalOp(
                 name=op.name,
@@ -195,9 +212,11 @@ class _Builder:
                 inputs=inputs,
                 storage=self.storage[op.name],
                 nbytes=0 if is_view else -(-op.nbytes // out_split),
+                value_bytes=-(-_view_bytes(op) // out_split) if op.dtype else 0,
+                passes_gradient=self._passes_gradient(op, is_view),
                 saved=saved,
                 internal_bytes=internal,
-                forward_temp_bytes=-(-op.forward_temp_bytes // split),
+                forward_temp_bytes=-(-op.forward_temp_bytes // split) + masked,
                 backward_temp_bytes=-(-op.backward_temp_bytes // split),
                 mark_bytes=-(-op.mark_bytes // out_split) if op.may_mark else 0,
                 grads=tuple(n for n in inputs if op.needs_grad and self.grad.get(n)),
@@ -209,6 +228,14 @@ class _Builder:
                 is_partial=option.output == "P",
             )
         )
+
+    def _passes_gradient(self, op: OpTrace, is_view: bool) -> bool:
+        """Return whether the gradient of the result serves as that of the inputs, uncopied."""
+        if op.target == "getitem":
+            return True
+        sizes = {self.full[n] for n in op.inputs if self.grad.get(n) or self.trained.get(n)}
+        is_plain = is_view or op.target in ("aten.add.Tensor", "aten.alias.default")
+        return is_plain and bool(op.dtype) and sizes == {_view_bytes(op)}
 
     def _owner(self, name: str) -> str:
         for op in self.block.ops:
@@ -232,6 +259,30 @@ class _Builder:
             else:
                 internal += -(-tensor.nbytes // split)
         return tuple(dict.fromkeys(owners)), internal
+
+
+def _is_leading(placement: Placement) -> bool:
+    """Return whether a slice is one contiguous piece, so that taking it copies nothing."""
+    return placement.dim == 0 and placement.outer == 1
+
+
+def _collective_temp(
+    name: str, full: int, degree: int, target: Placement, source: Placement
+) -> int:
+    """Return the transient bytes of a conversion beside its result.
+
+    A gather or scatter along another dimension than the first copies the whole value once more to
+    put the pieces in order; a reduce-scatter on gloo works on a copy.
+    """
+    if name == "all_gather":
+        return 0 if _is_leading(source) else full
+    if name == "reduce_scatter":
+        return full if _is_leading(target) else 2 * full
+    return 2 * full // degree if name == "all_to_all" else 0
+
+
+def _is_vocabulary_embedding(op: OpTrace, option: ShardOption) -> bool:
+    return op.target == "aten.embedding.default" and option.output == "P"
 
 
 def _view_bytes(op: OpTrace) -> int:
