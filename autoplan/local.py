@@ -217,7 +217,9 @@ class _Builder:
                 saved=saved,
                 internal_bytes=internal,
                 forward_temp_bytes=-(-op.forward_temp_bytes // split) + masked,
-                backward_temp_bytes=-(-op.backward_temp_bytes // split),
+                backward_temp_bytes=(
+                    0 if _is_vocabulary_loss(op, option) else -(-op.backward_temp_bytes // split)
+                ),
                 mark_bytes=-(-op.mark_bytes // out_split) if op.may_mark else 0,
                 grads=tuple(n for n in inputs if op.needs_grad and self.grad.get(n)),
                 parameter_grads=tuple(
@@ -249,9 +251,9 @@ class _Builder:
         owners: list[str] = []
         internal = 0
         for tensor in op.saved:
-            source = next((n for n in op.inputs if self._owner(n) == tensor.value), None)
-            if tensor.value and source is not None:
-                owners.append(self.storage[local_of[source]])
+            sources = [n for n in op.inputs if self._owner(n) == tensor.value]
+            if tensor.value and sources:
+                owners += [self.storage[local_of[source]] for source in sources]
             elif tensor.value == op.name:
                 owners.append(op.name)
             elif tensor.value in self.storage:
@@ -283,6 +285,10 @@ def _collective_temp(
 
 def _is_vocabulary_embedding(op: OpTrace, option: ShardOption) -> bool:
     return op.target == "aten.embedding.default" and option.output == "P"
+
+
+def _is_vocabulary_loss(op: OpTrace, option: ShardOption) -> bool:
+    return op.target == "aten.cross_entropy_loss.default" and option.is_split
 
 
 def _view_bytes(op: OpTrace) -> int:
