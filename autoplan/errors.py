@@ -26,7 +26,29 @@ class ProfileError(AutoplanError):
 
 
 class InfeasibleError(AutoplanError):
-    """No plan fits; states the need, the capacity, the category that dominates and a remedy."""
+    """No plan fits; states the need, the capacity, the category that dominates and remedies.
+
+    Attributes:
+        need_bytes: least memory of a device that a plan was found for.
+        capacity_bytes: memory of a device.
+        category: the largest part of the need.
+        remedies: changes that were each planned for and fit, as text.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        need_bytes: int = 0,
+        capacity_bytes: int = 0,
+        category: str = "",
+        remedies: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.need_bytes = need_bytes
+        self.capacity_bytes = capacity_bytes
+        self.category = category
+        self.remedies = remedies
 
 
 class SearchLimitError(AutoplanError):

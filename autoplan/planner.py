@@ -23,25 +23,26 @@ from autoplan.batches import batch_rows
 from autoplan.capture import LossFn
 from autoplan.cluster import Cluster
 from autoplan.costs import TICK_S, Pricer
-from autoplan.errors import AutoplanError, InfeasibleError, SearchLimitError
+from autoplan.errors import AutoplanError, SearchLimitError
 from autoplan.frontiers import Decision, fastest_ops_s
 from autoplan.graph import Trace
 from autoplan.plan import Plan, SearchRecord, Simpler
 from autoplan.plan_writer import write_plan
 from autoplan.scaling import interpolate
+from autoplan.search.evaluate import block_options, stage_costs
 from autoplan.search.mesh import Candidate, MeshResult, Progress, Refinement, search_settings
 from autoplan.search.pipeline import solve_pipeline
 from autoplan.search.problem import PipelineProblem, PipelineSolution, Run
 from autoplan.settings import Optimizer, Setting, Workload, check_pins, settings_of
-from autoplan.simple import simple_strategies
+from autoplan.simple import Strategy, even_ends, simple_strategies
 from autoplan.times import Tally
 from autoplan.tracer import trace
-from autoplan.units import format_bytes
+from autoplan.units import format_bytes, format_seconds
 
-__all__ = ["Planner", "optimize"]
+__all__ = ["Planner", "find_plan", "make_planner", "optimize"]
 
 _BROADCAST_TIMEOUT_S = 1800.0
-_MAX_REPAIRS = 12
+_MAX_REPAIRS = 8
 _TRACED_ROWS = (2, 4)
 _FRONTIER_ROWS = (1, 4)
 
@@ -242,9 +243,8 @@ class Planner:
             transfer = crossing * _transfer_copies(setting, stage, live[stage])
             nbytes = side * live[stage] + pricer.batch_bytes(setting) + transfer
             fixed.append(-(-nbytes // unit))
-            boundary.append(
-                int(neighbours * self._slowest_cut_s(setting, pricer) / TICK_S) if neighbours else 0
-            )
+            seconds = neighbours * self._slowest_cut_s(setting, pricer) if neighbours else 0.0
+            boundary.append(-int(-seconds // TICK_S))
         return PipelineProblem(
             runs=runs,
             num_microbatches=setting.num_microbatches,
@@ -261,28 +261,73 @@ class Planner:
     def solve(self, setting: Setting, cutoff: int | None, time_limit_s: float) -> PipelineSolution:
         """Return the best cuts and options of a setting.
 
-        The linear memory of the problem is an upper estimate almost everywhere. Where the exact
-        model finds a stage above its capacity all the same, the stage gets that much less and the
-        problem is solved again, so that what is returned fits exactly.
+        The linear memory of the problem is an upper estimate almost everywhere. So the stages first
+        get as much more as it exceeds the exact model by at the leanest options. Where the exact
+        model finds a stage above its capacity, the stage gets that much less and the problem is
+        solved again, so that what is returned fits exactly.
         """
         problem, per_call = self.problem(setting)
+        capacities = (self._calibrated(setting, problem, per_call), problem.capacity)
+        for capacity in dict.fromkeys(capacities):
+            start = replace(problem, capacity=capacity)
+            solution, is_first = self._repaired(setting, start, per_call, cutoff, time_limit_s)
+            if solution.options or is_first:
+                break
+        return solution
+
+    def _repaired(
+        self,
+        setting: Setting,
+        problem: PipelineProblem,
+        per_call: Sequence[Sequence[Decision]],
+        cutoff: int | None,
+        time_limit_s: float,
+    ) -> tuple[PipelineSolution, bool]:
+        """Return a solution that fits exactly, or one without options, and if that came at once."""
         pricer = self.pricer(setting.microbatch_size)
-        for _ in range(_MAX_REPAIRS):
+        for attempt in range(_MAX_REPAIRS):
             solution = solve_pipeline(problem, cutoff=cutoff, time_limit_s=time_limit_s)
             if not solution.options:
-                return solution
+                return solution, attempt == 0
             chosen = [d[o] for d, o in zip(per_call, solution.options, strict=True)]
             price = pricer.plan_price(setting, solution.ends, chosen)
             excess = [m.peak - self.cluster.total_bytes for m in price.memory]
             if max(excess) <= 0:
-                return solution
+                return solution, False
             capacity = tuple(
                 c - max(0, -(-over // pricer.memory_unit))
                 for c, over in zip(problem.capacity, excess, strict=True)
             )
             problem = replace(problem, capacity=capacity)
-        return PipelineSolution(
+        none = PipelineSolution(
             status="infeasible", ends=(), options=(), objective=0, bound=cutoff or 0
+        )
+        return none, False
+
+    def _calibrated(
+        self,
+        setting: Setting,
+        problem: PipelineProblem,
+        per_call: Sequence[Sequence[Decision]],
+    ) -> tuple[int, ...]:
+        """Return capacities that make the linear memory exact at the leanest options.
+
+        Measured on even cuts; a stage where the linear memory is too low keeps its capacity.
+        """
+        pricer = self.pricer(setting.microbatch_size)
+        ends = even_ends(problem.num_blocks, setting.pp)
+        leanest = [
+            min(range(len(own)), key=lambda i: own[i].static + own[i].kept + own[i].working)
+            for own in block_options(problem)
+        ]
+        linear = [cost.memory for cost in stage_costs(problem, ends, leanest)]
+        chosen = [d[o] for d, o in zip(per_call, leanest, strict=True)]
+        price = pricer.plan_price(setting, ends, chosen)
+        reserve = self.cluster.reserved_bytes
+        exact = [-(-(m.peak - reserve) // pricer.memory_unit) for m in price.memory]
+        return tuple(
+            capacity + max(0, have - need)
+            for capacity, have, need in zip(problem.capacity, linear, exact, strict=True)
         )
 
     def search(
@@ -486,7 +531,7 @@ def optimize(
         pins=pins,
     )
     return on_rank_zero(
-        lambda: _search_plan(planner, time_limit_s, progress, compare),
+        lambda: find_plan(planner, time_limit_s, progress, compare),
         attached=(planner.batch, loss_fn),
     )
 
@@ -515,38 +560,80 @@ def on_rank_zero(search: Callable[[], Plan], *, attached: Any) -> Plan:
     return replace(Plan.from_json(answer[0]), attached=attached)
 
 
-def _search_plan(
+def find_plan(
     planner: Planner,
-    time_limit_s: float,
-    progress: Callable[[Progress], None] | None,
-    compare: bool,
+    time_limit_s: float = 120.0,
+    progress: Callable[[Progress], None] | None = None,
+    compare: bool = True,
 ) -> Plan:
-    result, settings = planner.search(time_limit_s=time_limit_s, progress=progress)
-    if result.best_name is None or result.solution is None:
-        if result.status == "infeasible":
-            from autoplan.remedies import explain_infeasible
+    """Return the fastest plan of a planning problem; arguments and errors as in `optimize`.
 
-            raise InfeasibleError(explain_infeasible(planner, result))
-        raise SearchLimitError(
-            f"the search ended after {result.wall_time_s:.1f} s without a plan: raise time_limit_s "
-            "or pin a setting (tp, pp, microbatch_size)"
-        )
-    setting = settings[result.best_name]
-    ends, decisions = planner.decided(setting, result.solution)
-    record = _record(result)
+    The candidates are what the search found, the fastest simple strategy that fits on all devices,
+    and, where neither is there, the plan of least memory. Each is priced exactly.
+    """
+    result, settings = planner.search(time_limit_s=time_limit_s, progress=progress)
     simpler = simple_strategies(planner) if compare else ()
-    plan = planner.write(setting, ends, decisions, record, tuple(s.row for s in simpler))
-    fitting = [s for s in simpler if s.row.fits and s.obeys(planner.pins)]
-    best = min(fitting, key=lambda s: s.row.step_time_s, default=None)
-    if best is not None and best.row.step_time_s < plan.predicted.step_time_s * (1 - 1e-9):
-        record = replace(record, objective_s=best.row.step_time_s)
-        return planner.write(
-            best.setting, best.ends, best.decisions, record, tuple(s.row for s in simpler)
+    rows = tuple(s.row for s in simpler)
+    found: list[Plan] = []
+    if result.best_name is not None and result.solution is not None:
+        setting = settings[result.best_name]
+        ends, decisions = planner.decided(setting, result.solution)
+        found.append(planner.write(setting, ends, decisions, _record(result), rows))
+    world = planner.cluster.world_size
+    rivals = [s for s in simpler if s.row.fits and s.obeys(planner.pins)]
+    for rival in sorted(rivals, key=lambda s: s.row.step_time_s):
+        if rival.setting.world_size == world:
+            found.append(
+                planner.write(rival.setting, rival.ends, rival.decisions, _record(result), rows)
+            )
+            break
+    if not found:
+        found.append(_last_resort(planner, result, rows))
+    best = min(found, key=lambda plan: plan.predicted.step_time_s * (1 - 1e-9 * (plan is found[0])))
+    return _with_gap(best, rivals, world)
+
+
+def _last_resort(planner: Planner, result: MeshResult, rows: tuple[Simpler, ...]) -> Plan:
+    """Return the plan of least memory, where the search, whose memory is coarser, found none.
+
+    Raises:
+        InfeasibleError: even that one does not fit.
+        SearchLimitError: the search was not finished, and it does not fit.
+    """
+    from autoplan.remedies import infeasible_error, least_memory
+
+    least = least_memory(planner)
+    if least.need_bytes <= planner.cluster.total_bytes:
+        record = _record(result)
+        return planner.write(least.setting, least.ends, least.decisions, record, rows)
+    if result.status == "infeasible":
+        raise infeasible_error(planner, least)
+    raise SearchLimitError(
+        f"the search ended after {result.wall_time_s:.1f} s without a plan: raise time_limit_s "
+        "or pin a setting (tp, pp, microbatch_size)"
+    )
+
+
+def _with_gap(plan: Plan, rivals: Sequence[Strategy], world: int) -> Plan:
+    """Return the plan with the objective that it has exactly, and a note if fewer devices win."""
+    objective = plan.predicted.step_time_s
+    bound = min(plan.search.bound_s, objective)
+    is_proven = plan.search.status == "optimal" and bound > 0
+    gap = 0.0 if is_proven else (objective - bound) / objective
+    search = replace(plan.search, objective_s=objective, bound_s=bound, gap=gap)
+    notes = plan.notes
+    fewer = [s for s in rivals if s.setting.world_size < world]
+    best = min(fewer, key=lambda s: s.row.step_time_s, default=None)
+    if best is not None and best.row.step_time_s < objective:
+        notes += (
+            f"{best.row.name} alone would take {format_seconds(best.row.step_time_s)} a step, less "
+            f"than all {world} devices together: the model is small for this cluster",
         )
-    return plan
+    return replace(plan, search=search, notes=notes)
 
 
 def _record(result: MeshResult) -> SearchRecord:
+    """Return the record of a search; the objective becomes the plan's own in `_with_gap`."""
     objective = (result.objective or 0) * TICK_S
     kinds = ("best", "slower", "cut", "infeasible", "unexplored")
     return SearchRecord(

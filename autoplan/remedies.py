@@ -1,109 +1,220 @@
-"""Why nothing fits: need, capacity, the category that dominates, and the smallest changes found."""
+"""Why nothing fits: need, capacity, the category that dominates, and the smallest changes found.
+
+Every remedy names a change under which a complete plan was priced by the exact memory model and
+fits; `optimize` falls back to that plan, so what is printed here can be followed.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+from autoplan.cluster import Cluster
+from autoplan.costs import Pricer
+from autoplan.errors import AutoplanError, InfeasibleError
 from autoplan.frontiers import Decision
 from autoplan.memory import StageMemory
-from autoplan.search.mesh import MeshResult
+from autoplan.profiles.catalog import list_profiles, load_profile
 from autoplan.settings import Setting
 from autoplan.simple import even_ends
-from autoplan.units import format_bytes
+from autoplan.units import format_bytes, format_bytes_up
 
 if TYPE_CHECKING:
     from autoplan.planner import Planner
 
-__all__ = ["Least", "explain_infeasible", "least_memory"]
+__all__ = ["Least", "infeasible_error", "least_memory", "remedies"]
 
-_MORE_DEVICES = (2, 4, 8)
+_FACTORS = (2, 4, 8, 16)
+_MAX_GPUS_PER_NODE = 8
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Least:
-    """The least memory found over settings, with the setting and the stage that needs it."""
+    """The decided plan of least memory that was found, and its fullest stage."""
 
-    def __init__(self, setting: Setting, stage: StageMemory) -> None:
-        self.setting = setting
-        self.stage = stage
+    setting: Setting
+    ends: tuple[int, ...]
+    decisions: tuple[Decision, ...]
+    stage: StageMemory
+
+    @property
+    def need_bytes(self) -> int:
+        """Return the bytes that a device must have."""
+        return self.stage.peak
 
 
-def least_memory(planner: Planner) -> Least:
-    """Return the setting whose fullest stage needs least, at the least of its frontiers.
+def least_memory(planner: Planner, enough: int = 0) -> Least:
+    """Return the plan whose fullest stage needs least among those that save memory.
 
-    Only the extremes that save memory are tried: each setting with the smallest micro-batch, with
-    every block at its leanest decision and even cuts.
+    Tried are the settings with the smallest micro-batch and with most or no sharding of states,
+    every block at its leanest decision, and cuts that are moved away from the fullest stage.
+
+    Args:
+        planner: the problem.
+        enough: bytes with which the search may stop; 0: never.
     """
     settings = planner.settings()
     smallest = min(s.microbatch_size for s in settings)
     best: Least | None = None
+    stages = (0, 3) if "zero_stage" not in planner.pins else (0, 1, 2, 3)
     for setting in settings:
-        if setting.microbatch_size != smallest or setting.zero_stage not in (0, 3):
+        if setting.microbatch_size != smallest or setting.zero_stage not in stages:
             continue
-        pricer = planner.pricer(setting.microbatch_size)
-        decisions = [_leanest(planner, call, setting) for call in range(len(pricer.trace.calls))]
-        ends = even_ends(len(decisions), setting.pp)
-        price = pricer.plan_price(setting, ends, decisions)
-        fullest = max(price.memory, key=lambda stage: stage.peak)
-        if best is None or fullest.peak < best.stage.peak:
-            best = Least(setting, fullest)
+        found = _least_of(planner, setting)
+        if best is None or found.need_bytes < best.need_bytes:
+            best = found
+        if best.need_bytes <= enough:
+            break
     assert best is not None, "settings() is never empty"
     return best
 
 
-def _leanest(planner: Planner, call: int, setting: Setting) -> Decision:
+def _least_of(planner: Planner, setting: Setting) -> Least:
     pricer = planner.pricer(setting.microbatch_size)
-    decisions = pricer.decisions(pricer.trace.calls[call].block, setting.tp)
-    return min(
-        decisions,
-        key=lambda d: sum(
-            getattr(pricer.option(call, d, setting, 1), name)
-            for name in ("kept", "static", "working")
-        ),
+    calls = range(len(pricer.trace.calls))
+    decisions = tuple(_leanest(pricer, call, setting) for call in calls)
+    best = _priced(pricer, setting, even_ends(len(calls), setting.pp), decisions)
+    for _ in range(len(calls)):
+        moved = [_priced(pricer, setting, ends, decisions) for ends in _moved(best.ends)]
+        better = min(moved, key=lambda least: least.need_bytes, default=best)
+        if better.need_bytes >= best.need_bytes:
+            break
+        best = better
+    return best
+
+
+def _moved(ends: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield the stage ends that differ by one block at one cut."""
+    for cut in range(len(ends) - 1):
+        for step in (-1, 1):
+            moved = (*ends[:cut], ends[cut] + step, *ends[cut + 1 :])
+            if all(a < b for a, b in zip((0, *moved), moved, strict=False)):
+                yield moved
+
+
+def _priced(
+    pricer: Pricer, setting: Setting, ends: tuple[int, ...], decisions: tuple[Decision, ...]
+) -> Least:
+    memory = pricer.plan_price(setting, ends, decisions).memory
+    stage = max(memory, key=lambda stage: stage.peak)
+    return Least(setting=setting, ends=ends, decisions=decisions, stage=stage)
+
+
+def _leanest(pricer: Pricer, call: int, setting: Setting) -> Decision:
+    live = setting.live()[0]
+
+    def need(decision: Decision) -> int:
+        option = pricer.option(call, decision, setting, live)
+        return live * option.kept + option.static + option.working
+
+    return min(pricer.decisions(pricer.trace.calls[call].block, setting.tp), key=need)
+
+
+def infeasible_error(planner: Planner, least: Least) -> InfeasibleError:
+    """Return the error of a problem whose plan of least memory does not fit."""
+    capacity = planner.cluster.total_bytes
+    category, amount = max(least.stage.by_category.items(), key=lambda item: item[1])
+    need = least.need_bytes
+    found = remedies(planner, need)
+    lines = [
+        f"no plan fits: the leanest one found ({least.setting}) needs {format_bytes_up(need)} a "
+        f"device (at {least.stage.instant}), but {planner.cluster} has {format_bytes(capacity)} "
+        f"({format_bytes(need - capacity)} too little); the largest part is {category} with "
+        f"{format_bytes(amount)}",
+        *(f"remedy: {remedy}" for remedy in found),
+    ]
+    return InfeasibleError(
+        "\n".join(lines),
+        need_bytes=need,
+        capacity_bytes=capacity,
+        category=category,
+        remedies=found,
     )
 
 
-def explain_infeasible(planner: Planner, result: MeshResult) -> str:
-    """Return the message of an `InfeasibleError`: need, capacity, category, and a remedy found."""
-    least = least_memory(planner)
-    capacity = planner.cluster.total_bytes
-    category, amount = max(least.stage.by_category.items(), key=lambda item: item[1])
-    need = least.stage.peak
-    lines = [
-        f"no plan fits: the leanest setting tried ({least.setting}) needs {format_bytes(need)} on "
-        f"a device at the {least.stage.instant}, but {planner.cluster} leaves "
-        f"{format_bytes(capacity)} ({format_bytes(need - capacity)} too little); the largest part "
-        f"is {category} with {format_bytes(amount)}",
-    ]
-    lines += [f"remedy: {remedy}" for remedy in _remedies(planner, need)]
-    return "\n".join(lines)
+def remedies(planner: Planner, need: int) -> tuple[str, ...]:
+    """Return changes that were each planned for and fit, the smallest of their kind.
 
-
-def _remedies(planner: Planner, need: int) -> list[str]:
-    """Return changes that were each planned for and fit, the smallest of their kind."""
-    found = [f"device memory of about {format_bytes(need * 1.02)} (same devices, leanest setting)"]
-    if planner.pins:
-        free = _variant(planner, pins={})
-        if _fits(free):
-            pins = ", ".join(f"{k}={v}" for k, v in planner.pins.items())
-            found.append(f"unpin {pins}: a plan then fits on the same devices")
-    for factor in _MORE_DEVICES:
-        cluster = replace(planner.cluster, num_nodes=planner.cluster.num_nodes * factor)
-        if planner.workload.global_batch_size % factor and not planner.pins:
-            continue
-        try:
-            fits = _fits(_variant(planner, cluster=cluster))
-        except ValueError:
-            continue
-        if fits:
-            found.append(f"{cluster.world_size} devices ({cluster}): a plan then fits")
+    Args:
+        planner: a problem that does not fit.
+        need: bytes of a device that its plan of least memory takes.
+    """
+    found = [f"device memory of {format_bytes_up(need)} on the same devices"]
+    found += _unpinned(planner)
+    for cluster in _larger(planner.cluster):
+        if _fits(planner, cluster=cluster):
+            found.append(f"{cluster.world_size} devices ({cluster})")
             break
-    return found
+    for cluster in _other_devices(planner.cluster):
+        if _fits(planner, cluster=cluster):
+            found.append(f"devices of {format_bytes(cluster.total_bytes)} each ({cluster})")
+            break
+    return tuple(found)
 
 
-def _fits(planner: Planner) -> bool:
-    return least_memory(planner).stage.peak <= planner.cluster.total_bytes
+def _unpinned(planner: Planner) -> list[str]:
+    """Return the first single pin that stands in the way, or all of them together."""
+    pins = planner.pins
+    size = pins.get("microbatch_size", 1)
+    for smaller in (s for s in (size // 2, size // 4, 1) if 0 < s < size):
+        if _fits(planner, pins={**pins, "microbatch_size": smaller}):
+            return [f"microbatch_size={smaller} in place of {size}"]
+    for name, value in pins.items():
+        if _fits(planner, pins={k: v for k, v in pins.items() if k != name}):
+            return [f"without the pin {name}={value}"]
+    if len(pins) > 1 and _fits(planner, pins={}):
+        return ["without the pins " + ", ".join(f"{k}={v}" for k, v in pins.items())]
+    return []
 
 
-def _variant(planner: Planner, **changes: object) -> Planner:
-    return replace(planner, _pricers={}, _ops_bounds={}, **changes)  # type: ignore[arg-type]
+def _larger(cluster: Cluster) -> Iterator[Cluster]:
+    """Yield clusters of the same devices and more of them: first fuller nodes, then more nodes."""
+    gpus = cluster.gpus_per_node
+    while cluster.num_nodes == 1 and 2 * gpus <= _MAX_GPUS_PER_NODE:
+        gpus *= 2
+        yield replace(cluster, gpus_per_node=gpus)
+    for factor in _FACTORS:
+        yield replace(cluster, gpus_per_node=gpus, num_nodes=cluster.num_nodes * factor)
+
+
+def _other_devices(cluster: Cluster) -> Iterator[Cluster]:
+    """Yield the same number of larger devices of the catalog; a CPU is not replaced by a GPU."""
+    if cluster.device.name.startswith("cpu"):
+        return
+    profiles = [load_profile(name) for name in list_profiles() if not name.startswith("cpu")]
+    for device in sorted(profiles, key=lambda p: (p.memory_bytes, p.name)):
+        if device.memory_bytes > cluster.total_bytes and device.name != cluster.device.name:
+            yield Cluster.from_device(
+                device, num_nodes=cluster.num_nodes, gpus_per_node=cluster.gpus_per_node
+            )
+
+
+def _fits(
+    planner: Planner, *, cluster: Cluster | None = None, pins: Mapping[str, Any] | None = None
+) -> bool:
+    """Return whether the plan of least memory of a changed problem fits.
+
+    On other nodes the decisions are those of this cluster: their memory does not depend on it.
+    """
+    changed = replace(planner, _pricers={}, _ops_bounds={})
+    if pins is not None:
+        changed.pins = pins
+    if cluster is not None:
+        changed.cluster = cluster
+        if cluster.gpus_per_node == planner.cluster.gpus_per_node:
+            changed._pricers = {
+                rows: Pricer(
+                    trace=pricer.trace,
+                    cluster=cluster,
+                    workload=pricer.workload,
+                    recompute=pricer.recompute,
+                    reference=pricer,
+                )
+                for rows, pricer in planner._pricers.items()
+            }
+    capacity = changed.cluster.total_bytes
+    try:
+        return least_memory(changed, capacity).need_bytes <= capacity
+    except (AutoplanError, ValueError):
+        return False

@@ -95,6 +95,11 @@ class Setting:
         """Return the order in which ties are broken: fewer ways of being parallel first."""
         return (self.pp, self.tp, self.zero_stage, self.num_microbatches, self.dp)
 
+    @property
+    def world_size(self) -> int:
+        """Return dp * tp * pp."""
+        return self.dp * self.tp * self.pp
+
     def live(self) -> tuple[int, ...]:
         """Return per stage the micro-batches that are alive at once."""
         m = self.num_microbatches

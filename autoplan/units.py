@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["GIB", "KIB", "MIB", "format_bytes", "format_seconds", "parse_bytes"]
+__all__ = ["GIB", "KIB", "MIB", "format_bytes", "format_bytes_up", "format_seconds", "parse_bytes"]
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -47,6 +47,14 @@ def format_bytes(num_bytes: float) -> str:
         if size >= factor:
             return f"{sign}{size / factor:.2f} {unit}"
     return f"{sign}{size:.0f} B"
+
+
+def format_bytes_up(num_bytes: int) -> str:
+    """Return bytes as text rounded up, so that reading it back never gives less."""
+    for unit, factor in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if num_bytes >= factor:
+            return f"{-(-num_bytes * 100 // factor) / 100:.2f} {unit}"
+    return f"{num_bytes} B"
 
 
 def format_seconds(seconds: float) -> str:

@@ -187,6 +187,14 @@ def _marks(plan: Plan, trace: Trace) -> Iterator[Violation]:
 
 def _memory(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
     predicted = plan.predicted
+    lengths = {len(predicted.peak_memory_bytes), len(predicted.memory_by_category)}
+    if lengths != {len(plan.stages)}:
+        yield Violation(
+            rule="V11",
+            message=f"memory is predicted for {sorted(lengths)} stages, the plan has "
+            f"{len(plan.stages)}",
+        )
+        return
     for stage, (peak, parts) in enumerate(
         zip(predicted.peak_memory_bytes, predicted.memory_by_category, strict=True)
     ):

@@ -14,7 +14,7 @@ from autoplan.errors import ProfileError
 from autoplan.profiles import DeviceProfile
 from autoplan.profiles.tables import COLLECTIVES
 from autoplan.units import GIB
-from tests.strategies_profiles import clusters
+from tests.strategies import clusters
 
 LAWS = settings(derandomize=True, deadline=None, max_examples=60)
 

@@ -12,7 +12,7 @@ from autoplan import codec
 from autoplan.errors import ProfileError
 from autoplan.profiles import DeviceProfile, GemmTable, Origin, load_profile
 from autoplan.profiles.tables import ATTENTION_DIRECTIONS, GEMM_DIRECTIONS
-from tests.strategies_profiles import device_profiles
+from tests.strategies import device_profiles
 
 LAWS = settings(derandomize=True, deadline=None, max_examples=60)
 SIZES = st.integers(1, 2**16)

@@ -10,7 +10,7 @@ from autoplan import codec
 from autoplan.errors import ProfileError
 from autoplan.profiles import LinkProfile, load_profile
 from autoplan.profiles.tables import COLLECTIVES, Collective
-from tests.strategies_profiles import link_profiles
+from tests.strategies import link_profiles
 
 LAWS = settings(derandomize=True, deadline=None, max_examples=150)
 

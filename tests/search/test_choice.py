@@ -13,7 +13,7 @@ from autoplan.search.evaluate import choice_cost
 from autoplan.search.exhaustive import all_choices, best_choice
 from autoplan.search.problem import ChoiceOption, ChoiceProblem, Consumer, Link
 from tests.search.profiles import few, many
-from tests.strategies_search import choice_problems
+from tests.strategies import choice_problems
 
 
 @many

@@ -12,7 +12,7 @@ from autoplan.search.exhaustive import pareto_choices
 from autoplan.search.frontier import frontier
 from autoplan.search.problem import ChoiceProblem
 from tests.search.profiles import few
-from tests.strategies_search import choice_problems
+from tests.strategies import choice_problems
 
 
 @few

@@ -14,7 +14,7 @@ from autoplan.search.exhaustive import best_pipeline
 from autoplan.search.pipeline import solve_pipeline
 from autoplan.search.problem import BlockOption, PipelineProblem, PipelineSolution, Run
 from tests.search.profiles import few, many
-from tests.strategies_search import pipeline_problems
+from tests.strategies import pipeline_problems
 
 
 def solve(problem: PipelineProblem, cutoff: int | None = None) -> PipelineSolution:
