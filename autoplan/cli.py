@@ -120,6 +120,7 @@ class _search_bar:
             TimeElapsedColumn(),
             console=_console,
             transient=True,
+            disable=not _console.is_terminal,
         )
         self._bar.start()
         return self._bar, self._bar.add_task("search", total=None, best="none yet")
@@ -149,7 +150,7 @@ def profile(
     """Measure the device that is here and write its profile."""
     from autoplan.profiles.measure import profile_command
 
-    with Progress(console=_console, transient=True) as bar:
+    with Progress(console=_console, transient=True, disable=not _console.is_terminal) as bar:
         task = bar.add_task("measuring", total=1.0)
 
         def show(message: str, fraction: float) -> None:

@@ -115,10 +115,13 @@ def estimate(
         schedule=schedule,
     )
     num_calls = len(planner.trace(microbatch_size).calls)
+    if pp > num_calls:
+        raise ValueError(f"pp={pp} stages for a chain of {num_calls} blocks: lower pp")
     ends = tuple(stage_ends) if stage_ends is not None else even_ends(num_calls, pp)
-    if len(ends) != pp or ends[-1] != num_calls or sorted(set(ends)) != list(ends):
+    is_rising = all(a < b for a, b in zip((0, *ends), ends, strict=False))
+    if len(ends) != pp or ends[-1] != num_calls or not is_rising:
         raise ValueError(
-            f"stage_ends {ends}: needs {pp} rising numbers, the last {num_calls} (blocks)"
+            f"stage_ends {ends}: needs {pp} rising numbers above 0, the last {num_calls} (blocks)"
         )
     decisions = simple_decisions(planner, setting, recompute)
     record = SearchRecord(status="priced", objective_s=0.0, bound_s=0.0, gap=0.0, wall_time_s=0.0)

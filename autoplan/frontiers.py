@@ -15,7 +15,7 @@ from autoplan.local import localize
 from autoplan.plan import Recompute
 from autoplan.redistribution import transition
 from autoplan.search.choice import minimize_memory, solve_choice
-from autoplan.search.frontier import frontier
+from autoplan.search.frontier import choice_frontier
 from autoplan.search.problem import ChoiceOption, ChoiceProblem, ChoiceSolution, Consumer, Link
 from autoplan.times import OpTime, Timer
 
@@ -66,7 +66,7 @@ def block_decisions(
             continue
         model = _ChoiceModel(block, timer, whole, region)
         count = points if region or timer.degree > 1 else 1
-        for solution in frontier(model.problem, points=count, time_limit_s=time_limit_s):
+        for solution in choice_frontier(model.problem, points=count, time_limit_s=time_limit_s):
             if solution.status in ("optimal", "feasible"):
                 decisions.append(model.read(solution))
     if recompute in (None, "full") and any(d.recompute.mode == "selective" for d in decisions):

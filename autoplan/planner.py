@@ -141,7 +141,7 @@ class Planner:
             f"no setting is possible for {world} devices, global batch {batch} and {pins}: "
             f"dp * tp * pp must be {world}, and dp * num_microbatches * microbatch_size must be "
             f"{batch} (dp may be {', '.join(map(str, degrees))}), with num_microbatches >= pp and "
-            f"pp <= {num_blocks} blocks"
+            f"pp <= {num_blocks} blocks; zero_stage above 0 needs dp above 1"
         )
 
     def ops_bound(self, setting: Setting) -> int:

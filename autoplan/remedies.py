@@ -23,7 +23,7 @@ from autoplan.units import format_bytes, format_bytes_up
 if TYPE_CHECKING:
     from autoplan.planner import Planner
 
-__all__ = ["Least", "infeasible_error", "least_memory", "remedies"]
+__all__ = ["Least", "find_remedies", "infeasible_error", "least_memory"]
 
 _FACTORS = (2, 4, 8, 16)
 _MAX_GPUS_PER_NODE = 8
@@ -116,7 +116,7 @@ def infeasible_error(planner: Planner, least: Least) -> InfeasibleError:
     capacity = planner.cluster.total_bytes
     category, amount = max(least.stage.by_category.items(), key=lambda item: item[1])
     need = least.need_bytes
-    found = remedies(planner, need)
+    found = find_remedies(planner, need)
     lines = [
         f"no plan fits: the leanest one found ({least.setting}) needs {format_bytes_up(need)} a "
         f"device (at {least.stage.instant}), but {planner.cluster} has {format_bytes(capacity)} "
@@ -133,7 +133,7 @@ def infeasible_error(planner: Planner, least: Least) -> InfeasibleError:
     )
 
 
-def remedies(planner: Planner, need: int) -> tuple[str, ...]:
+def find_remedies(planner: Planner, need: int) -> tuple[str, ...]:
     """Return changes that were each planned for and fit, the smallest of their kind.
 
     Args:

@@ -121,7 +121,8 @@ def check_pins(pins: Mapping[str, Any]) -> None:
             if value not in _RECOMPUTE:
                 raise ValueError(f"recompute={value!r}; allowed are {', '.join(_RECOMPUTE)}")
         elif not isinstance(value, int) or isinstance(value, bool) or value < (key != "zero_stage"):
-            raise ValueError(f"{key}={value!r}: must be a whole number of at least 1")
+            least = int(key != "zero_stage")
+            raise ValueError(f"{key}={value!r}: must be a whole number of at least {least}")
     if pins.get("zero_stage", 0) > 3:
         raise ValueError(f"zero_stage={pins['zero_stage']}; allowed are 0, 1, 2, 3")
 
@@ -168,7 +169,7 @@ def _batch_settings(
         if pp > 1 and m < pp:
             continue
         for zero in (0, 1, 2, 3) if dp > 1 else (0,):
-            if pins.get("zero_stage", zero) != zero and dp > 1:
+            if pins.get("zero_stage", zero) != zero:
                 continue
             yield Setting(
                 dp=dp,

@@ -21,7 +21,7 @@ from autoplan.errors import ProfileError
 from autoplan.profiles.catalog import ALIASES, list_profiles, save_profile
 from autoplan.profiles.device import DeviceProfile
 from autoplan.profiles.link import LinkProfile
-from autoplan.profiles.measure_links import measure_links
+from autoplan.profiles.measure_links import measure_collectives
 from autoplan.profiles.measure_ops import (
     measure_attention,
     measure_gemm,
@@ -261,7 +261,7 @@ def _measure_intra(session: _Session, profile: DeviceProfile) -> LinkProfile | N
         session.tell(f"collectives of {degree} processes")
         budget_s = LINK_SHARE * session.budget_s / len(degrees)
         backend = "nccl" if is_cuda else "gloo"
-        curves += measure_links(degree, budget_s=budget_s, backend=backend)
+        curves += measure_collectives(degree, budget_s=budget_s, backend=backend)
     sends = next(curve for curve in curves if curve.collective == "send")
     reduces = [curve for curve in curves if curve.collective == "all_reduce"][-1]
     nbytes, time_s = max(reduces.rows)

@@ -1,4 +1,4 @@
-"""Measure collectives between processes: `measure_links` starts torchrun, `main` is its worker."""
+"""Measure collectives between processes: torchrun is started with `main` as its worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 from autoplan.errors import ProfileError
 from autoplan.profiles.tables import COLLECTIVES, Collective, CollectiveTable
 
-__all__ = ["measure_links"]
+__all__ = ["measure_collectives"]
 
 SIZES_BYTES = (2**12, 2**16, 2**19, 2**22, 2**24, 2**26)
 START_UP_S = 60.0  # torchrun, importing torch in every process, rendezvous
@@ -27,7 +27,7 @@ MIN_REPEATS, MAX_REPEATS = 3, 21
 SMALL_BYTES, SMALL_CALLS = 2**20, 5  # small calls in a row: ranks leave a barrier at other times
 
 
-def measure_links(
+def measure_collectives(
     degree: int, *, budget_s: float, backend: str = "gloo", origin: str = "collectives"
 ) -> tuple[CollectiveTable, ...]:
     """Return measured curves of every collective that the backend has, for one group size.
@@ -91,7 +91,7 @@ def _run(command: list[str], timeout_s: float) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure as one rank of a torchrun job; rank 0 writes `--out`."""
-    parser = argparse.ArgumentParser(description="worker of measure_links")
+    parser = argparse.ArgumentParser(description="worker of measure_collectives")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--budget-s", type=float, default=5.0)

@@ -21,7 +21,7 @@ from autoplan.search.choice import (
 )
 from autoplan.search.problem import ChoiceProblem, ChoiceSolution
 
-__all__ = ["frontier"]
+__all__ = ["choice_frontier"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class _Gap:
         return height * (self.lower.time - self.upper.time)
 
 
-def frontier(
+def choice_frontier(
     problem: ChoiceProblem, *, points: int, time_limit_s: float, seed: int = 0
 ) -> tuple[ChoiceSolution, ...]:
     """Return Pareto points by descending memory, from the fastest to the least memory.

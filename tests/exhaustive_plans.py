@@ -1,4 +1,4 @@
-"""The reference of the planner: every setting, cut and decision of a tiny problem, priced exactly."""
+"""The reference of the planner: every setting, cut and decision of a tiny problem, priced."""
 
 from __future__ import annotations
 

@@ -324,7 +324,7 @@ class PlanningProblem:
 @st.composite
 def planning_problems(draw: st.DrawFn, *, max_devices: int = 4) -> PlanningProblem:
     """Draw a problem whose memory is a share of what plain training on one device needs."""
-    chain = draw(chains(max_classes=2))
+    chain = draw(chains(max_classes=1, max_count=3))
     cluster = draw(small_clusters(max_devices=max_devices))
     workload = draw(workloads(world_size=cluster.world_size))
     need = plain_need_bytes(chain, workload)

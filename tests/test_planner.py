@@ -18,8 +18,8 @@ from autoplan.verifier import verify_plan
 from tests.exhaustive_plans import fastest_step_s
 from tests.strategies import PlanningProblem, planning_problems, settings_values
 
-LAWS = settings(derandomize=True, deadline=None, max_examples=12)
-MANY = settings(LAWS, max_examples=25)
+LAWS = settings(derandomize=True, deadline=None, max_examples=7)
+MANY = settings(LAWS, max_examples=15)
 
 # Frontiers are sampled at a few points, and those move with memory prices and rates: a larger
 # device may be given another sample. This much a law may be missed by; exact plans obey it exactly.
@@ -119,9 +119,7 @@ def test_pinned_recompute_is_obeyed_by_every_block_that_can(
 ) -> None:
     plan = planned(problem, recompute=mode)
     if plan is not None:
-        modes = {
-            plan.recompute[b.recompute].mode for s in plan.stages for b in s.blocks if b.fqn
-        }
+        modes = {plan.recompute[b.recompute].mode for s in plan.stages for b in s.blocks if b.fqn}
         assert modes == {mode}
 
 
@@ -136,12 +134,13 @@ def test_same_problem_gives_the_same_plan(problem: PlanningProblem) -> None:
     assert replace(first, search=timeless) == second
 
 
-@settings(LAWS, max_examples=60)
+@settings(LAWS, max_examples=12)
 @given(problem=planning_problems(max_devices=2))
 def test_plan_equals_exhaustive_search_within_its_tolerance(problem: PlanningProblem) -> None:
-    assume(len(problem.chain.bodies) == 1 and problem.chain.bodies[0].count == 1)
+    body = replace(problem.chain.bodies[0], count=1)
+    problem = replace(problem, chain=replace(problem.chain, bodies=(body,)))
     planner = problem.planner()
-    assume(exhaustive_size(problem) <= 3000)
+    assume(exhaustive_size(problem) <= 4000)
     best = fastest_step_s(planner)
     plan = planned(problem)
     assert (best is None) == (plan is None)

@@ -22,8 +22,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "units", "compat"),
     ("codec",),
     ("profiles", "search"),
-    ("cluster", "graph", "batches", "shortening", "processes", "collectives", "meter"),
-    ("redistribution", "program", "calls", "hf", "interpreter"),
+    ("cluster", "graph", "batches", "shortening", "launcher", "meter", "plan"),
+    ("redistribution", "program", "hf", "interpreter", "processes"),
+    ("collectives",),
     (
         "exporter",
         "matching",
@@ -36,8 +37,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "axes",
         "axis_rules",
         "sharding",
+        "runner",
         "tracer",
-        "plan",
     ),
     ("settings", "local", "times", "liveness", "memory", "scaling"),
     ("frontiers",),
@@ -56,17 +57,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "tensor_parallel",
         "executor",
         "runtime",
-        "runner",
+        "calls",
         "emitter",
     ),
-    ("training", "launcher"),
+    ("training",),
     ("cli",),
 )
 LAYER_OF = {name: index for index, layer in enumerate(LAYERS) for name in layer}
 FILES = sorted(p for p in ROOT.glob("*.py") if p.stem != "__init__")
-FOLDERS = {
-    name: sorted((ROOT / name).resolve().glob("*.py")) for name in ("profiles", "search")
-}
+FOLDERS = {name: sorted((ROOT / name).resolve().glob("*.py")) for name in ("profiles", "search")}
 MODULES = [
     "autoplan",
     *(f"autoplan.{p.stem}" for p in FILES),
@@ -92,7 +91,8 @@ def imported_at_start(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports hide what is imported"
             module = node.module or ""
-            names |= {f"{module}.{a.name}" for a in node.names} if module == "autoplan" else {module}
+            names.add(module)
+            names |= {f"autoplan.{a.name}" for a in node.names if module == "autoplan"}
         pending += ast.iter_child_nodes(node)
     return names
 
@@ -123,10 +123,17 @@ def test_profiles_and_search_import_values_only(folder: str) -> None:
 
 def test_search_never_imports_torch() -> None:
     for path in FOLDERS["search"]:
-        names = {n.name for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Import)
-                 for n in x.names}
-        names |= {x.module or "" for x in ast.walk(ast.parse(path.read_text()))
-                  if isinstance(x, ast.ImportFrom)}
+        names = {
+            n.name
+            for x in ast.walk(ast.parse(path.read_text()))
+            if isinstance(x, ast.Import)
+            for n in x.names
+        }
+        names |= {
+            x.module or ""
+            for x in ast.walk(ast.parse(path.read_text()))
+            if isinstance(x, ast.ImportFrom)
+        }
         assert not any(name.split(".")[0] == "torch" for name in names), path
 
 
@@ -146,15 +153,16 @@ def test_running_a_plan_never_imports_the_solver() -> None:
 def test_packages_of_the_distribution_are_those_on_disk() -> None:
     document = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
     listed = document["tool"]["setuptools"]["packages"]
-    found = {"autoplan"} | {
-        f"autoplan.{p.parent.name}" for p in ROOT.glob("*/__init__.py")
-    }
+    found = {"autoplan"} | {f"autoplan.{p.parent.name}" for p in ROOT.glob("*/__init__.py")}
     assert set(listed) == found
     folders = document["tool"]["setuptools"]["package-dir"]
     assert all((REPOSITORY / folders[name] / "__init__.py").exists() for name in listed)
     for name in listed:
-        nested = [p for p in (REPOSITORY / folders[name]).resolve().glob("*/*.py")
-                  if f"{name}.{p.parent.name}" not in listed]
+        nested = [
+            p
+            for p in (REPOSITORY / folders[name]).resolve().glob("*/*.py")
+            if f"{name}.{p.parent.name}" not in listed
+        ]
         assert nested == []
 
 

@@ -12,7 +12,7 @@ import torch
 from autoplan.errors import ProfileError
 from autoplan.profiles import load_profile
 from autoplan.profiles.measure import measure_device, profile_command
-from autoplan.profiles.measure_links import measure_links
+from autoplan.profiles.measure_links import measure_collectives
 
 HAS_CUDA = torch.cuda.is_available()
 
@@ -54,7 +54,7 @@ def test_shapes_of_a_model_are_measured_first() -> None:
 
 
 def test_collectives_between_two_processes_are_measured() -> None:
-    curves = measure_links(2, budget_s=1.0)
+    curves = measure_collectives(2, budget_s=1.0)
     by_name = {curve.collective: curve for curve in curves}
     assert {"all_reduce", "all_gather", "reduce_scatter", "send"} <= set(by_name)
     for curve in curves:
@@ -64,7 +64,7 @@ def test_collectives_between_two_processes_are_measured() -> None:
 
 def test_failing_workers_are_a_profile_error() -> None:
     with pytest.raises(ProfileError, match="measuring collectives failed"):
-        measure_links(2, budget_s=0.1, backend="smoke_signals")
+        measure_collectives(2, budget_s=0.1, backend="smoke_signals")
 
 
 def test_budget_must_be_positive() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoplan.search.exhaustive import pareto_choices
-from autoplan.search.frontier import frontier
+from autoplan.search.frontier import choice_frontier
 from autoplan.search.problem import ChoiceProblem
 from tests.search.profiles import few
 from tests.strategies import choice_problems
@@ -21,7 +21,7 @@ def test_frontier_points_are_pareto_points_with_the_right_ends(
     problem: ChoiceProblem, points: int
 ) -> None:
     expected = pareto_choices(problem)
-    got = frontier(problem, points=points, time_limit_s=20)
+    got = choice_frontier(problem, points=points, time_limit_s=20)
     costs = [(point.time, point.memory) for point in got]
     assert set(costs) <= set(expected)
     if expected:
@@ -36,10 +36,10 @@ def test_frontier_points_are_pareto_points_with_the_right_ends(
 @few
 @given(problem=choice_problems())
 def test_frontier_with_enough_points_is_the_whole_frontier(problem: ChoiceProblem) -> None:
-    got = frontier(problem, points=1000, time_limit_s=20)
+    got = choice_frontier(problem, points=1000, time_limit_s=20)
     assert tuple((point.time, point.memory) for point in got) == pareto_choices(problem)
 
 
 def test_frontier_refuses_no_points() -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        frontier(ChoiceProblem(ops=(), links=()), points=0, time_limit_s=1)
+        choice_frontier(ChoiceProblem(ops=(), links=()), points=0, time_limit_s=1)

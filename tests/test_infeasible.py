@@ -1,0 +1,216 @@
+"""What does not fit says what it needs and what to do, and doing that fits."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autoplan.cluster import Cluster
+from autoplan.errors import InfeasibleError, SearchLimitError
+from autoplan.planner import Planner, find_plan, make_planner, optimize
+from autoplan.remedies import least_memory
+from autoplan.search.mesh import Progress
+from autoplan.units import format_bytes_up, parse_bytes
+from autoplan.verifier import verify_plan
+from tests.models_for_tests import LinearChain, TinyGPT, mean_square
+from tests.small_traces import BodySpec, ChainSpec, planner_of, workload_of
+
+BODY = BodySpec(count=3, hidden=64, has_norm=True, has_view=True)
+CHAIN = ChainSpec(width=16, vocabulary=32, bodies=(BODY,))
+
+
+def cluster_of(text: str, memory: int | str) -> Cluster:
+    return Cluster.parse(text).with_memory(memory, reserve_bytes=0)
+
+
+def error_of(planner: Planner) -> InfeasibleError:
+    with pytest.raises(InfeasibleError) as caught:
+        find_plan(planner)
+    return caught.value
+
+
+@pytest.fixture(scope="module")
+def gpu_error() -> InfeasibleError:
+    return error_of(planner_of(CHAIN, cluster_of("1x2:v100", "40KiB"), workload_of(4)))
+
+
+def test_message_states_need_capacity_category_and_remedies(gpu_error: InfeasibleError) -> None:
+    text = str(gpu_error)
+    assert gpu_error.need_bytes > gpu_error.capacity_bytes == 40 * 1024
+    assert re.search(r"no plan fits: .*dp=\d.* needs [\d.]+ KiB a device \(at ", text)
+    assert "1x2:v100_sxm_32gb has 40.00 KiB" in text
+    assert f"the largest part is {gpu_error.category} with " in text
+    assert [f"remedy: {r}" for r in gpu_error.remedies] == text.splitlines()[1:]
+
+
+def test_error_survives_the_broadcast_to_other_ranks(gpu_error: InfeasibleError) -> None:
+    again = pickle.loads(pickle.dumps(gpu_error))
+    assert str(again) == str(gpu_error)
+    assert again.remedies == gpu_error.remedies
+
+
+def test_device_memory_that_is_named_fits_and_less_does_not(gpu_error: InfeasibleError) -> None:
+    match = re.fullmatch(r"device memory of (.*) on the same devices", gpu_error.remedies[0])
+    assert match is not None
+    named = parse_bytes(match.group(1))
+    assert named >= gpu_error.need_bytes
+    plan = find_plan(planner_of(CHAIN, cluster_of("1x2:v100", named), workload_of(4)))
+    assert max(plan.predicted.peak_memory_bytes) <= named
+    less = int(gpu_error.need_bytes * 0.97)
+    error_of(planner_of(CHAIN, cluster_of("1x2:v100", less), workload_of(4)))
+
+
+def test_more_devices_that_are_named_fit(gpu_error: InfeasibleError) -> None:
+    named = next(r for r in gpu_error.remedies if " devices (" in r)
+    match = re.fullmatch(r"(\d+) devices \((.*)\)", named)
+    assert match is not None
+    cluster = cluster_of(match.group(2), "40KiB")
+    assert cluster.world_size == int(match.group(1)) > 2
+    planner = planner_of(CHAIN, cluster, workload_of(4))
+    plan = find_plan(planner)
+    assert verify_plan(plan, planner.exact_trace(plan.microbatch_size), cluster) == ()
+
+
+def test_next_device_of_the_catalog_fits(gpu_error: InfeasibleError) -> None:
+    named = next(r for r in gpu_error.remedies if r.startswith("devices of "))
+    match = re.fullmatch(r"devices of .* each \((.*)\)", named)
+    assert match is not None
+    assert find_plan(planner_of(CHAIN, Cluster.parse(match.group(1)), workload_of(4)))
+
+
+def test_a_pin_that_stands_in_the_way_is_named() -> None:
+    free = planner_of(CHAIN, cluster_of("1x2:cpu", "1GiB"), workload_of(4))
+    need = least_memory(free).need_bytes
+    cluster = cluster_of("1x2:cpu", int(need * 1.02))
+    error = error_of(planner_of(CHAIN, cluster, workload_of(4), {"dp": 2, "zero_stage": 0}))
+    named = [r for r in error.remedies if r.startswith("without the pin")]
+    assert named
+    kept = {k: v for k, v in (("dp", 2), ("zero_stage", 0)) if f"{k}={v}" not in named[0]}
+    assert find_plan(planner_of(CHAIN, cluster, workload_of(4), kept))
+
+
+def test_a_smaller_micro_batch_is_named_where_it_is_pinned() -> None:
+    wide = ChainSpec(width=8, vocabulary=64, bodies=(replace(BODY, hidden=64),))
+    cluster = cluster_of("1x1:cpu", "1GiB")
+    free = planner_of(wide, cluster, workload_of(8))
+    tight = cluster_of("1x1:cpu", least_memory(free).need_bytes)
+    error = error_of(planner_of(wide, tight, workload_of(8), {"microbatch_size": 8}))
+    named = next(r for r in error.remedies if r.startswith("microbatch_size="))
+    size = int(named.split("=")[1].split()[0])
+    assert size < 8
+    assert find_plan(planner_of(wide, tight, workload_of(8), {"microbatch_size": size}))
+
+
+def test_plan_of_least_memory_is_found_where_the_search_is_too_coarse() -> None:
+    roomy = planner_of(CHAIN, cluster_of("1x2:cpu", "1GiB"), workload_of(4))
+    need = least_memory(roomy).need_bytes
+    planner = planner_of(CHAIN, cluster_of("1x2:cpu", need), workload_of(4))
+    plan = find_plan(planner)
+    assert max(plan.predicted.peak_memory_bytes) <= need
+    assert verify_plan(plan, planner.exact_trace(plan.microbatch_size), planner.cluster) == ()
+
+
+def test_sizes_round_up_so_that_reading_them_back_never_gives_less() -> None:
+    for number in (1, 1023, 1025, 2**20 + 1, 3 * 2**30 - 1, 123456789):
+        assert number <= parse_bytes(format_bytes_up(number)) <= number * 1.01 + 1
+
+
+def test_heads_that_do_not_divide_leave_attention_whole() -> None:
+    batch = torch.randint(50, (4, 16))
+    model = TinyGPT(depth=1)
+    planner = make_planner(model, "1x3:cpu", batch, loss_fn=mean_square, pins={"tp": 3, "dp": 1})
+    plan = find_plan(planner, compare=False)
+    trace = planner.exact_trace(plan.microbatch_size)
+    assert verify_plan(plan, trace, planner.cluster) == ()
+    ops = {(b.name, op.name): op for b in trace.blocks for op in b.ops}
+    for layout in plan.placements.values():
+        for name, axis in layout.axes.items():
+            op = ops[layout.block, name]
+            assert op.kind != "attention"
+            assert axis == "partial" or next(o.size for o in op.options if o.axis == axis) % 3 == 0
+
+
+def test_batch_that_does_not_divide_says_which_degrees_would() -> None:
+    pins = {"dp": 4}
+    planner = planner_of(CHAIN, cluster_of("1x4:cpu", "1GiB"), workload_of(6), pins)
+    with pytest.raises(ValueError, match=r"global batch 6 and dp=4.*dp may be 1, 2\)"):
+        find_plan(planner)
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"tpp": 2}, r"cannot pin 'tpp'; allowed are dp, tp, pp"),
+        ({"recompute": "some"}, r"recompute='some'; allowed are none, full, selective"),
+        ({"tp": 0}, r"tp=0: must be a whole number of at least 1"),
+        ({"tp": 1.5}, r"tp=1.5: must be a whole number of at least 1"),
+        ({"tp": True}, r"tp=True: must be a whole number of at least 1"),
+        ({"zero_stage": -1}, r"zero_stage=-1: must be a whole number of at least 0"),
+        ({"zero_stage": 4}, r"zero_stage=4; allowed are 0, 1, 2, 3"),
+        ({"tp": 3}, r"no setting is possible for 2 devices, global batch 4 and tp=3: dp \* tp"),
+        ({"pp": 2, "num_microbatches": 1}, r"with num_microbatches >= pp"),
+    ],
+)
+def test_wrong_pins_say_what_is_allowed(pins: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        optimize(LinearChain(depth=2), "1x2:cpu", torch.randn(4, 16), loss_fn=mean_square, **pins)
+
+
+def test_zero_stage_without_data_parallelism_is_refused() -> None:
+    planner = planner_of(
+        CHAIN, cluster_of("1x2:cpu", "1GiB"), workload_of(4), {"tp": 2, "zero_stage": 3}
+    )
+    with pytest.raises(ValueError, match="zero_stage=3.*zero_stage above 0 needs dp above 1"):
+        find_plan(planner)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": "Adamm"}, "optimizer 'Adamm' is not known; known are adamw"),
+        ({"mixed_precision": "fp8"}, "mixed_precision='fp8'; allowed are auto, none, bfloat16"),
+        ({"mixed_precision": "bfloat16"}, "this one has torch.float32"),
+        ({"global_batch_size": 0}, "global_batch_size is 0; it must be at least 1"),
+    ],
+)
+def test_wrong_options_say_what_is_allowed(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        optimize(
+            LinearChain(depth=2),
+            "1x2:cpu",
+            torch.randn(4, 16),
+            loss_fn=mean_square,
+            **options,  # type: ignore[arg-type]
+        )
+
+
+def test_time_limit_without_a_plan_says_so() -> None:
+    planner = planner_of(CHAIN, cluster_of("1x2:cpu", "60KiB"), workload_of(4))
+    with pytest.raises(SearchLimitError, match="without a plan: raise time_limit_s"):
+        find_plan(planner, time_limit_s=0.0)
+
+
+def test_time_limit_returns_what_is_known_to_fit_with_its_gap() -> None:
+    planner = planner_of(CHAIN, cluster_of("1x2:cpu", "1GiB"), workload_of(4))
+    plan = find_plan(planner, time_limit_s=0.0)
+    assert plan.search.status == "feasible"
+    assert 0 < plan.search.gap < 1
+    assert plan.search.bound_s < plan.search.objective_s
+    assert verify_plan(plan, planner.exact_trace(plan.microbatch_size), planner.cluster) == ()
+
+
+def test_interrupt_after_a_first_plan_returns_it_with_its_gap() -> None:
+    def interrupt(state: Progress) -> None:
+        if state.objective is not None:
+            raise KeyboardInterrupt
+
+    planner = planner_of(CHAIN, cluster_of("1x4:cpu", "60KiB"), workload_of(4))
+    plan = find_plan(planner, progress=interrupt, compare=False)
+    assert plan.search.status == "feasible"
+    assert 0 < plan.search.gap < 1
+    assert plan.search.settings["unexplored"] > 0
+    assert verify_plan(plan, planner.exact_trace(plan.microbatch_size), planner.cluster) == ()
