@@ -16,6 +16,7 @@ import autoplan
 from autoplan.capture import capture
 from autoplan.executor import compile_graph
 from autoplan.frontiers import Decision, block_decisions, plain_decision
+from autoplan.graph import Trace
 from autoplan.liveness import block_memory
 from autoplan.local import localize
 from autoplan.lowering import lower
@@ -84,14 +85,22 @@ def _measure(graph: BlockGraph, decision: Decision) -> tuple[int, int]:
         return kept, max(forward, meter.peak_bytes - base)
 
 
-def _compare(rank: int, program: Program, trace: Any, degree: int) -> list[str]:
+def _decisions(trace: Trace, degree: int) -> list[tuple[Decision, ...]]:
+    """Return the decisions to try per class; all ranks run the same, so they are made once."""
+    timer = Timer(autoplan.Cluster.parse("2:cpu"), degree)
+    return [
+        (*block_decisions(block, timer, points=3), plain_decision(block, timer, lean=True))
+        for block in trace.blocks
+    ]
+
+
+def _compare(
+    rank: int, program: Program, trace: Trace, degree: int, found: list[tuple[Decision, ...]]
+) -> list[str]:
     """Return what differs, over all decisions of all block classes."""
     torch.manual_seed(0)
     wrong = []
-    timer = Timer(autoplan.Cluster.parse("2:cpu"), degree)
-    for graph, block in zip(program.graphs, trace.blocks, strict=True):
-        decisions = [*block_decisions(block, timer, points=3)]
-        decisions.append(plain_decision(block, timer, lean=True))
+    for graph, block, decisions in zip(program.graphs, trace.blocks, found, strict=True):
         for decision in decisions:
             local = localize(block, decision.axes, degree)
             memory = block_memory(local, decision.recompute)
@@ -126,5 +135,6 @@ def test_block_memory_equals_what_the_meter_sees(degree: int, is_fused: bool) ->
     )
     program = capture(GPT(config), batch_like(config, 4, 64), loss_fn, microbatch_size=4)
     trace = trace_program(program, backend="cpu", model_name="GPT")
-    for found in run_workers(_compare, degree, program, trace, degree, timeout_s=300):
-        assert not found, "\n".join(found)
+    decisions = _decisions(trace, degree)
+    for wrong in run_workers(_compare, degree, program, trace, degree, decisions, timeout_s=300):
+        assert not wrong, "\n".join(wrong)
