@@ -56,7 +56,8 @@ def block_decisions(
         whole: states that must be stored whole.
         points: most points of each of the two frontiers.
         time_limit_s: of one solve.
-        recompute: pins the mode: `none`, `full` or `selective`; None allows all.
+        recompute: pins the mode: `none`, `full` or `selective`; None allows all. A block that has
+            nothing to recompute or to mark runs plainly whatever is pinned.
     """
     decisions: list[Decision] = []
     for region in (False, True):
@@ -73,7 +74,7 @@ def block_decisions(
         axes = [d for d in decisions if d.recompute.mode != "none"][-1].axes
         decisions.append(Decision(axes=axes, recompute=Recompute(mode="full")))
     unique = {d.key: d for d in decisions if recompute in (None, d.recompute.mode)}
-    return tuple(unique.values())
+    return tuple(unique.values()) or (plain_decision(block, timer, whole=whole),)
 
 
 def plain_decision(

@@ -30,7 +30,7 @@ class Strategy:
         own = {k: getattr(self.setting, k) for k in pins if k != "recompute"}
         modes = {d.recompute.mode for d in self.decisions}
         wanted = pins.get("recompute")
-        is_mode = wanted is None or modes <= {wanted, "none"}
+        is_mode = wanted is None or modes == {wanted}
         return is_mode and all(pins[key] == value for key, value in own.items())
 
 

@@ -269,7 +269,13 @@ def small_clusters(draw: st.DrawFn, *, max_devices: int = 4) -> Cluster:
         origins=ORIGIN,
         origin_by_field=dict.fromkeys((*SCALAR_FIELDS, "peak_flops_per_s.float32"), "drawn"),
     )
-    return Cluster(num_nodes=num_nodes, gpus_per_node=gpus_per_node, device=device, **links)
+    return Cluster(
+        num_nodes=num_nodes,
+        gpus_per_node=gpus_per_node,
+        device=device,
+        intra=links["intra"],
+        inter=links["inter"],
+    )
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""The command line: plans, profiles, explains and verifies; an error is one line and exit code 2."""
+"""The command line: plans, explains and verifies; an error is one line and exit code 2."""
 
 from __future__ import annotations
 

@@ -24,7 +24,14 @@ def priced(**options: Any) -> Estimate:
 
 def test_estimate_of_what_was_planned_gives_the_numbers_of_the_plan() -> None:
     model = LinearChain(width=16, depth=3)
-    pins = {"dp": 2, "tp": 1, "pp": 2, "zero_stage": 1, "microbatch_size": 2, "recompute": "none"}
+    pins: dict[str, Any] = {
+        "dp": 2,
+        "tp": 1,
+        "pp": 2,
+        "zero_stage": 1,
+        "microbatch_size": 2,
+        "recompute": "none",
+    }
     plan = optimize(model, CLUSTER, BATCH, loss_fn=mean_square, compare=False, **pins)
     ends = [stage.blocks[-1].call + 1 for stage in plan.stages]
     again = priced(dp=2, pp=2, zero_stage=1, microbatch_size=2, stage_ends=ends)

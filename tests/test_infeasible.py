@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -155,7 +156,7 @@ def test_batch_that_does_not_divide_says_which_degrees_would() -> None:
         ({"pp": 2, "num_microbatches": 1}, r"with num_microbatches >= pp"),
     ],
 )
-def test_wrong_pins_say_what_is_allowed(pins: dict[str, object], message: str) -> None:
+def test_wrong_pins_say_what_is_allowed(pins: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         optimize(LinearChain(depth=2), "1x2:cpu", torch.randn(4, 16), loss_fn=mean_square, **pins)
 
@@ -164,7 +165,7 @@ def test_zero_stage_without_data_parallelism_is_refused() -> None:
     planner = planner_of(
         CHAIN, cluster_of("1x2:cpu", "1GiB"), workload_of(4), {"tp": 2, "zero_stage": 3}
     )
-    with pytest.raises(ValueError, match="zero_stage=3.*zero_stage above 0 needs dp above 1"):
+    with pytest.raises(ValueError, match=r"zero_stage=3.*zero_stage above 0 needs dp above 1"):
         find_plan(planner)
 
 
@@ -177,14 +178,14 @@ def test_zero_stage_without_data_parallelism_is_refused() -> None:
         ({"global_batch_size": 0}, "global_batch_size is 0; it must be at least 1"),
     ],
 )
-def test_wrong_options_say_what_is_allowed(options: dict[str, object], message: str) -> None:
+def test_wrong_options_say_what_is_allowed(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         optimize(
             LinearChain(depth=2),
             "1x2:cpu",
             torch.randn(4, 16),
             loss_fn=mean_square,
-            **options,  # type: ignore[arg-type]
+            **options,
         )
 
 

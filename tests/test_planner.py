@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from hypothesis import assume, given, settings
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from autoplan import codec
@@ -18,7 +18,12 @@ from autoplan.verifier import verify_plan
 from tests.exhaustive_plans import fastest_step_s
 from tests.strategies import PlanningProblem, planning_problems, settings_values
 
-LAWS = settings(derandomize=True, deadline=None, max_examples=7)
+LAWS = settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=7,
+    phases=(Phase.explicit, Phase.generate),  # every example is a search: shrinking takes minutes
+)
 MANY = settings(LAWS, max_examples=15)
 
 # Frontiers are sampled at a few points, and those move with memory prices and rates: a larger
@@ -90,11 +95,12 @@ def test_faster_arithmetic_and_memory_never_make_the_plan_slower(
 @given(problem=planning_problems(), factor=st.sampled_from((1.5, 4.0)))
 def test_faster_links_never_make_the_plan_slower(problem: PlanningProblem, factor: float) -> None:
     cluster = problem.cluster
-    links = {
-        "intra": cluster.intra.scaled(bandwidth=factor),
-        "inter": cluster.inter.scaled(bandwidth=factor),
-    }
-    faster = replace(problem, cluster=replace(cluster, **links))
+    quicker = replace(
+        cluster,
+        intra=cluster.intra.scaled(bandwidth=factor),
+        inter=cluster.inter.scaled(bandwidth=factor),
+    )
+    faster = replace(problem, cluster=quicker)
     assert step_s(faster) <= step_s(problem) * SAMPLING
 
 
@@ -106,9 +112,10 @@ def test_pinning_never_makes_the_plan_faster_and_is_obeyed(
     setting = data.draw(st.sampled_from(problem.planner().settings()))
     name = data.draw(st.sampled_from(("dp", "tp", "pp", "zero_stage", "microbatch_size")))
     plan = planned(problem, **{name: getattr(setting, name)})
-    assume(plan is not None and name != "zero_stage")
+    assume(plan is not None)
     assert plan is not None
-    assert getattr(plan, name, None) or getattr(plan.mesh, name) == getattr(setting, name)
+    owner = plan if hasattr(plan, name) else plan.mesh
+    assert getattr(owner, name) == getattr(setting, name)
     assert step_s(problem) <= plan.predicted.step_time_s * SAMPLING
 
 

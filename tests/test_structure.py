@@ -121,22 +121,6 @@ def test_profiles_and_search_import_values_only(folder: str) -> None:
         assert all(LAYER_OF[n] < own or n == folder for n in own_parts(path)), path
 
 
-def test_search_never_imports_torch() -> None:
-    for path in FOLDERS["search"]:
-        names = {
-            n.name
-            for x in ast.walk(ast.parse(path.read_text()))
-            if isinstance(x, ast.Import)
-            for n in x.names
-        }
-        names |= {
-            x.module or ""
-            for x in ast.walk(ast.parse(path.read_text()))
-            if isinstance(x, ast.ImportFrom)
-        }
-        assert not any(name.split(".")[0] == "torch" for name in names), path
-
-
 def test_running_a_plan_never_imports_the_solver() -> None:
     program = (
         "import sys, autoplan, autoplan.emitter, autoplan.training, autoplan.launcher\n"
