@@ -21,10 +21,10 @@ from tests.strategies import PlanningProblem, planning_problems, settings_values
 LAWS = settings(
     derandomize=True,
     deadline=None,
-    max_examples=7,
+    max_examples=4,
     phases=(Phase.explicit, Phase.generate),  # every example is a search: shrinking takes minutes
 )
-MANY = settings(LAWS, max_examples=15)
+MANY = settings(LAWS, max_examples=10)
 
 # Frontiers are sampled at a few points, and those move with memory prices and rates: a larger
 # device may be given another sample. This much a law may be missed by; exact plans obey it exactly.
@@ -47,19 +47,9 @@ def step_s(problem: PlanningProblem, **pins: int | str) -> float:
 
 @MANY
 @given(problem=planning_problems())
-def test_every_plan_found_obeys_every_rule(problem: PlanningProblem) -> None:
-    plan = planned(problem)
-    if plan is not None:
-        trace = problem.planner().exact_trace(plan.microbatch_size)
-        assert verify_plan(plan, trace, problem.cluster) == ()
-        assert plan.search.objective_s == plan.predicted.step_time_s
-        assert 0 <= plan.search.bound_s <= plan.search.objective_s
-        assert (plan.search.gap == 0) or plan.search.status == "feasible"
-
-
-@MANY
-@given(problem=planning_problems())
-def test_plan_is_never_slower_than_a_simple_strategy_that_fits(problem: PlanningProblem) -> None:
+def test_plans_obey_every_rule_and_are_never_slower_than_a_simple_strategy_that_fits(
+    problem: PlanningProblem,
+) -> None:
     plan = planned(problem)
     world = problem.cluster.world_size
     fitting = [
@@ -67,10 +57,14 @@ def test_plan_is_never_slower_than_a_simple_strategy_that_fits(problem: Planning
         for s in simple_strategies(problem.planner())
         if s.row.fits and s.setting.world_size == world
     ]
-    if plan is None:
-        assert fitting == []
-        return
-    assert plan.predicted.step_time_s <= min(fitting, default=math.inf) * (1 + 1e-9)
+    assert plan is not None or fitting == []
+    if plan is not None:
+        assert plan.predicted.step_time_s <= min(fitting, default=math.inf) * (1 + 1e-9)
+        trace = problem.planner().exact_trace(plan.microbatch_size)
+        assert verify_plan(plan, trace, problem.cluster) == ()
+        assert plan.search.objective_s == plan.predicted.step_time_s
+        assert 0 <= plan.search.bound_s <= plan.search.objective_s
+        assert (plan.search.gap == 0) or plan.search.status == "feasible"
 
 
 @LAWS
@@ -141,13 +135,13 @@ def test_same_problem_gives_the_same_plan(problem: PlanningProblem) -> None:
     assert replace(first, search=timeless) == second
 
 
-@settings(LAWS, max_examples=12)
+@settings(LAWS, max_examples=6)
 @given(problem=planning_problems(max_devices=2))
 def test_plan_equals_exhaustive_search_within_its_tolerance(problem: PlanningProblem) -> None:
     body = replace(problem.chain.bodies[0], count=1)
     problem = replace(problem, chain=replace(problem.chain, bodies=(body,)))
     planner = problem.planner()
-    assume(exhaustive_size(problem) <= 4000)
+    assume(exhaustive_size(problem) <= 2000)
     best = fastest_step_s(planner)
     plan = planned(problem)
     assert (best is None) == (plan is None)
