@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from autoplan import compat
 from autoplan.batches import batch_rows
 from autoplan.calls import BoundCall, install
-from autoplan.capture import capture
+from autoplan.capturer import capture
 from autoplan.errors import EmitError, PlanError
 from autoplan.executor import compile_graph
 from autoplan.matching import explain_mismatch

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from autoplan.capture import LossFn
+from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
 from autoplan.plan import Plan, SearchRecord
 from autoplan.planner import make_planner

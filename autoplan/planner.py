@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autoplan.batches import batch_rows
-from autoplan.capture import LossFn
+from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
 from autoplan.costs import TICK_S, Pricer
 from autoplan.errors import AutoplanError, SearchLimitError
@@ -53,7 +53,7 @@ class Planner:
 
     Attributes:
         model: on any device, `meta` too.
-        batch: example input, see `autoplan.capture.capture`.
+        batch: example input, see `autoplan.capturer.capture`.
         loss_fn: likewise.
         cluster: the devices.
         workload: batch size, optimizer, precision.
@@ -504,7 +504,7 @@ def optimize(
         batch: example input; may be left out where the model can say what its inputs are.
         global_batch_size: rows of a step over all devices; default: the rows of `batch`.
         optimizer: class or name.
-        loss_fn: see `autoplan.capture.capture`.
+        loss_fn: see `autoplan.capturer.capture`.
         mixed_precision: `auto`: a bfloat16 model on GPUs has float32 master parameters; `none`: its
             own dtype throughout; `bfloat16`.
         name: of the model in reports.

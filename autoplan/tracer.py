@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 
 from autoplan.backends import Backend
 from autoplan.batches import LossFn
-from autoplan.capture import capture
+from autoplan.capturer import capture
 from autoplan.graph import (
     BlockTrace,
     CallTrace,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoplan.capture import capture
+from autoplan.capturer import capture
 from autoplan.program import BlockGraph, TensorMeta
 
 __all__ = ["MODELS", "VOCABULARY", "blocks", "blocks_of", "gpt", "gpt2", "llama"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.capture import capture
+from autoplan.capturer import capture
 from autoplan.emitter import parallelize
 from autoplan.program import Program
 from examples.gpt import GPT, GPTConfig, loss_fn

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoplan.capture import capture, meta_copy, microbatch_like, split_batch
+from autoplan.capturer import capture, meta_copy, microbatch_like, split_batch
 from autoplan.errors import TraceError
 from autoplan.program import Program, refs
 from tests.models_for_tests import LinearChain, TinyGPT, mean_square

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoplan.capture import capture
+from autoplan.capturer import capture
 from autoplan.emitter import parallelize
 from autoplan.errors import EmitError, PlanError
 from autoplan.plan import Plan, Recompute

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import autoplan
-from autoplan.capture import capture
+from autoplan.capturer import capture
 from autoplan.executor import compile_graph
 from autoplan.frontiers import Decision, block_decisions, plain_decision
 from autoplan.graph import Trace

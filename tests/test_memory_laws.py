@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 import torch
 
-from autoplan.capture import capture
+from autoplan.capturer import capture
 from autoplan.emitter import parallelize
 from autoplan.meter import StorageMeter
 from autoplan.plan import Recompute

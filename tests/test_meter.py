@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoplan.capture import capture
+from autoplan.capturer import capture
 from autoplan.emitter import parallelize
 from autoplan.meter import StorageMeter
 from autoplan.plan import Recompute

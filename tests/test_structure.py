@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "exporter",
         "matching",
         "segments",
-        "capture",
+        "capturer",
         "models",
         "backends",
         "kernels",

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autoplan.capture import capture
+from autoplan.capturer import capture
 from autoplan.errors import TraceError
 from autoplan.graph import BlockTrace, OpTrace, Trace
 from autoplan.tracer import trace, trace_program
