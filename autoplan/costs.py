@@ -100,18 +100,24 @@ class Pricer:
     def decisions(self, block: int, tp: int) -> tuple[Decision, ...]:
         """Return the frontier of a block class at a tensor-parallel degree, fastest first.
 
-        With a `reference` pricer they are its frontier, priced here at this micro-batch size.
+        The lean layout of the simple strategies is among them. With a `reference` pricer they are
+        its frontier, priced here at this micro-batch size.
         """
         if self.reference is not None:
             return self.reference.decisions(block, tp)
         key = (block, tp)
         if key not in self._decisions:
-            self._decisions[key] = block_decisions(
+            found = block_decisions(
                 self.trace.blocks[block],
                 self.timer(tp),
                 whole=self.whole_states(block),
                 recompute=self.recompute,
             )
+            if tp > 1 and self.recompute in (None, "none"):
+                lean = self.plain_decision(block, tp, lean=True)
+                if all(lean.key != d.key for d in found):
+                    found += (lean,)
+            self._decisions[key] = found
         return self._decisions[key]
 
     def plain_decision(self, block: int, tp: int, *, lean: bool = False) -> Decision:
