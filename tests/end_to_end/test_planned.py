@@ -1,0 +1,112 @@
+"""Every plan that the planner makes runs, and equals the user's own module on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autoplan.plan import Plan
+from autoplan.planner import Planner
+from autoplan.settings import Setting
+from tests.distributed import run_workers
+from tests.end_to_end.planning import decided_plan, planned, planner_of
+from tests.numerics import MODELS, check_plans
+
+
+def check(plans: list[tuple[str, str, Plan]]) -> None:
+    """Run plans of one world size on forked workers and fail with what does not agree."""
+    (world_size,) = {plan.mesh.world_size for _, _, plan in plans}
+    for problems in run_workers(check_plans, world_size, plans, timeout_s=150):
+        assert problems == []
+
+
+def modes(plan: Plan) -> set[str]:
+    """Return the recompute modes that blocks of the plan use."""
+    return {plan.recompute[b.recompute].mode for stage in plan.stages for b in stage.blocks}
+
+
+PINNED: list[tuple[str, dict[str, Any]]] = [
+    ("gpt_tied", {"dp": 2, "zero_stage": 0}),
+    ("llama", {"dp": 2, "zero_stage": 1, "microbatch_size": 1}),
+    ("gpt2", {"dp": 2, "zero_stage": 2, "microbatch_size": 1}),
+    ("gpt", {"dp": 2, "zero_stage": 3, "recompute": "selective"}),
+    ("gpt_split", {"tp": 2, "recompute": "none"}),
+    ("gpt_tied", {"tp": 2, "recompute": "full"}),
+    ("llama", {"tp": 2, "recompute": "selective"}),
+    ("gpt2", {"tp": 2, "recompute": "selective"}),
+    ("gpt_split", {"pp": 2, "recompute": "full"}),
+    ("gpt2", {"pp": 2, "recompute": "none"}),
+    ("gpt_tied", {"pp": 2, "recompute": "selective"}),
+]
+
+
+def test_pinned_plans_for_two_processes_equal_the_model() -> None:
+    plans = []
+    for name, pins in PINNED:
+        plan = planned(name, 2, rows=4, **pins)
+        for key, value in pins.items():
+            if key == "recompute":
+                assert modes(plan) <= {value, "none"}
+            else:
+                assert getattr(plan.mesh if key in ("dp", "tp", "pp") else plan, key) == value
+        plans.append((f"{name} {pins}", name, plan))
+    check(plans)
+
+
+def test_pinned_plans_for_four_processes_equal_the_model() -> None:
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("gpt", {"dp": 2, "tp": 2, "zero_stage": 3}),
+        ("llama", {"dp": 2, "tp": 2, "zero_stage": 1}),
+        ("gpt2", {"pp": 2, "tp": 2, "recompute": "selective"}),
+        ("gpt_tied", {"pp": 2, "dp": 2, "zero_stage": 2}),
+        ("llama", {"pp": 4, "microbatch_size": 1}),
+        ("gpt_split", {"tp": 4}),
+    ]
+    check([(f"{n} {pins}", n, planned(n, 4, rows=8, **pins)) for n, pins in cases])
+
+
+def test_three_dimensional_plans_equal_the_model() -> None:
+    mesh = {"dp": 2, "tp": 2, "pp": 2, "microbatch_size": 1}
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("gpt", {**mesh, "zero_stage": 1}),
+        ("gpt_tied", {**mesh, "zero_stage": 3, "recompute": "selective"}),
+        ("llama", {**mesh, "zero_stage": 3}),
+    ]
+    check([(f"{n} {pins}", n, planned(n, 8, rows=4, **pins)) for n, pins in cases])
+
+
+@pytest.mark.parametrize(("name", "share"), [("gpt", 0.30), ("gpt_tied", 0.34), ("llama", 0.30)])
+def test_plans_that_memory_forces_to_combine_equal_the_model(name: str, share: float) -> None:
+    """Device_Memory is a share of what one device needs without recomputing."""
+    alone = planned(name, 1, rows=8, recompute="none", microbatch_size=1)
+    memory = str(int(share * max(alone.predicted.peak_memory_bytes)))
+    plan = planned(name, 4, rows=8, memory=memory)
+    assert plan.mesh.dp < 4 or plan.zero_stage > 0
+    check([(f"{name} {plan.mesh} {plan.zero_stage}", name, plan)])
+
+
+def frontier_plans(name: str, setting: Setting, planner: Planner) -> list[tuple[str, str, Plan]]:
+    """Return plans that together use every point of every block class's frontier."""
+    pricer = planner.pricer(setting.microbatch_size)
+    points = [pricer.decisions(b, setting.tp) for b in range(len(pricer.trace.blocks))]
+    blocks = [call.block for call in pricer.trace.calls]
+    plans = []
+    for turn in range(max(map(len, points))):
+        chosen = [points[b][turn % len(points[b])] for b in blocks]
+        what = f"{name} {setting}, point {turn}: " + "; ".join(map(str, dict.fromkeys(chosen_keys(chosen))))
+        plans.append((what, name, decided_plan(planner, setting, chosen)))
+    return plans
+
+
+def chosen_keys(decisions: Any) -> list[Any]:
+    return [d.key for d in decisions]
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_every_point_of_a_frontier_equals_the_model(name: str) -> None:
+    planner = planner_of(name, 2, rows=2)
+    setting = Setting(
+        dp=1, tp=2, pp=1, zero_stage=0, microbatch_size=1, num_microbatches=2, schedule="none"
+    )
+    check(frontier_plans(name, setting, planner))
