@@ -8,7 +8,7 @@ are not counted here; gradients are reported by op so that the caller can place 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoplan.local import LocalBlock, LocalOp
@@ -78,7 +78,7 @@ def block_memory(
     region = recompute.mode != "none"
     marked = _marked(local, recompute.keep) if region else {}
     kept_owners = set(marked) if region else saved
-    _run_forward(local, heap, kept_owners, marked, internal=not region)
+    _run_forward(local, local.ops, heap, kept_owners, marked, internal=not region)
     forward_peak = heap.peak
     outputs = {_storage(local, name) for name in local.outputs}
     inputs = dict(local.inputs)
@@ -110,16 +110,27 @@ def redone_ops(local: LocalBlock, recompute: Recompute) -> tuple[LocalOp, ...]:
     if recompute.mode == "none":
         return ()
     keep = set(recompute.keep)
-    last = max((i for i, op in enumerate(local.ops) if op.saved or op.internal_bytes), default=-1)
     redone = []
-    for index, op in enumerate(local.ops):
-        ends_early = index == last and not op.internal_bytes and op.name not in op.saved
-        if index > last or ends_early:
-            break
+    for op in local.ops[: _rerun_end(local)]:
         source = op.inputs[0] if op.op is None and op.mark_bytes else op.name
         if source not in keep:
             redone.append(op)
     return tuple(redone)
+
+
+def _rerun_end(local: LocalBlock) -> int:
+    """Return the index after the last op that a second forward runs.
+
+    It stops once everything is there that a backward needs; an op that only needs its inputs saves
+    them before its kernel runs, so the last such op does not run.
+    """
+    for index in range(len(local.ops) - 1, -1, -1):
+        op = local.ops[index]
+        if op.internal_bytes or op.storage in op.saved:
+            return index + 1
+        if op.saved:
+            return index
+    return 0
 
 
 def _storage(local: LocalBlock, name: str) -> str:
@@ -161,17 +172,28 @@ def _last_reader(local: LocalBlock) -> dict[str, int]:
 
 
 def _run_forward(
-    local: LocalBlock, heap: _Heap, kept: set[str], marked: Mapping[str, int], internal: bool
+    local: LocalBlock,
+    ops: Sequence[LocalOp],
+    heap: _Heap,
+    kept: set[str],
+    marked: Mapping[str, int],
+    internal: bool,
 ) -> None:
-    """Walk the ops forward; leaves in the heap what is kept and what leaves the block."""
+    """Walk the ops forward; leaves in the heap what is kept and what leaves the block.
+
+    What is in the heap before stands for results that are there already and do not run again.
+    """
+    there = set(heap.live)
     last = _last_reader(local)
     external = set(local.inputs) | set(local.side_inputs)
     external |= {state.name for state in local.block.states}
     outputs = {_storage(local, name) for name in local.outputs}
-    for index, op in enumerate(local.ops):
+    for index, op in enumerate(ops):
+        if op.name in there and op.op is not None:
+            continue
         if op.storage == op.name:
             heap.add(op.name, op.nbytes)
-        heap.transient(op.forward_temp_bytes)
+        heap.transient(op.forward_temp_bytes + (0 if internal else op.internal_bytes))
         if internal:
             heap.add(f"{op.name}:internal", op.internal_bytes)
         extra = marked.get(op.storage, 0) - op.nbytes if op.storage == op.name else 0
@@ -200,8 +222,9 @@ def _backward(
     for name in dict.fromkeys(local.outputs):
         gradients.receive(name, local.value_bytes.get(_storage(local, name), 0))
     if region:
-        _run_forward(local, heap, _all_saved(local), {}, internal=True)
-        _drop_unneeded_outputs(local, heap, kept)
+        ops = local.ops[: _rerun_end(local)]
+        _run_forward(local, ops, heap, _all_saved(local) | set(kept), {}, internal=True)
+        _drop_unneeded(local, heap, set(kept) | set(inputs))
     uses = _saved_uses(local)
     held = set(inputs) | (set(kept) if region else set())
     sizes = {op.name: op.value_bytes for op in local.ops}
@@ -233,12 +256,11 @@ def _backward(
     return heap.peak, made
 
 
-def _drop_unneeded_outputs(local: LocalBlock, heap: _Heap, kept: Mapping[str, int]) -> None:
-    """Drop what the second forward made of outputs that nothing saves."""
-    needed = _all_saved(local)
-    for owner in {_storage(local, n) for n in local.outputs}:
-        if owner not in needed and owner not in kept:
-            heap.drop(owner)
+def _drop_unneeded(local: LocalBlock, heap: _Heap, there: set[str]) -> None:
+    """Drop what the second forward made and no backward needs, when its frame ends."""
+    needed = _all_saved(local) | there
+    for owner in [n for n in heap.live if n not in needed and ":" not in n]:
+        heap.drop(owner)
 
 
 class _Gradients:

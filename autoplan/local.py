@@ -7,7 +7,7 @@ memory are both computed on this list, so that what is priced is what runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoplan.graph import BlockTrace, OpTrace, Placement, ShardOption
@@ -189,7 +189,7 @@ class _Builder:
         local_of = dict(zip(op.inputs, inputs, strict=True))
         split = self.degree if option.is_split else 1
         is_tuple = not op.dtype and op.nbytes == 0
-        is_view = op.storage != op.name or is_tuple
+        is_view = op.storage != op.name or is_tuple or self._is_reshaped_copy(op, inputs)
         out_split = self.degree if option.output.startswith("S") else 1
         self.full[op.name] = op.nbytes if not is_view else _view_bytes(op)
         if is_tuple:
@@ -217,8 +217,10 @@ class _Builder:
                 saved=saved,
                 internal_bytes=internal,
                 forward_temp_bytes=-(-op.forward_temp_bytes // split) + masked,
-                backward_temp_bytes=-(-op.backward_temp_bytes // split),
-                mark_bytes=-(-op.mark_bytes // out_split) if op.may_mark else 0,
+                backward_temp_bytes=(
+                    0 if _is_vocabulary_loss(op, option) else -(-op.backward_temp_bytes // split)
+                ),
+                mark_bytes=-(-op.mark_bytes // out_split) if op.may_mark and not is_view else 0,
                 grads=tuple(n for n in inputs if op.needs_grad and self.grad.get(n)),
                 parameter_grads=tuple(
                     (n, self.value_bytes[self.storage[n]])
@@ -227,6 +229,16 @@ class _Builder:
                 ),
                 is_partial=option.output == "P",
             )
+        )
+
+    def _is_reshaped_copy(self, op: OpTrace, inputs: Sequence[str]) -> bool:
+        """Return whether a reshape that copies in the trace finds its input in order here.
+
+        A converted value is contiguous, so reshaping it is a view.
+        """
+        is_reshape = op.target in ("aten.reshape.default", "aten.contiguous.default")
+        return is_reshape and any(
+            self.storage[n] == n != o for n, o in zip(inputs, op.inputs, strict=True)
         )
 
     def _passes_gradient(self, op: OpTrace, is_view: bool) -> bool:
@@ -249,9 +261,9 @@ class _Builder:
         owners: list[str] = []
         internal = 0
         for tensor in op.saved:
-            source = next((n for n in op.inputs if self._owner(n) == tensor.value), None)
-            if tensor.value and source is not None:
-                owners.append(self.storage[local_of[source]])
+            sources = [n for n in op.inputs if self._owner(n) == tensor.value]
+            if tensor.value and sources:
+                owners += [self.storage[local_of[source]] for source in sources]
             elif tensor.value == op.name:
                 owners.append(op.name)
             elif tensor.value in self.storage:
@@ -283,6 +295,10 @@ def _collective_temp(
 
 def _is_vocabulary_embedding(op: OpTrace, option: ShardOption) -> bool:
     return op.target == "aten.embedding.default" and option.output == "P"
+
+
+def _is_vocabulary_loss(op: OpTrace, option: ShardOption) -> bool:
+    return op.target == "aten.cross_entropy_loss.default" and option.is_split
 
 
 def _view_bytes(op: OpTrace) -> int:

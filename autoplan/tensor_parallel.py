@@ -167,6 +167,8 @@ def _distribute(
 
 def _distributed(parameter: nn.Parameter, placement: Placement, tp: DeviceMesh) -> nn.Parameter:
     local = local_slice(parameter.detach(), placement, tp.get_local_rank(), tp.size())
+    if local.untyped_storage().nbytes() > local.nbytes:
+        local = local.clone()  # a view would keep the whole parameter alive
     tensor = DTensor.from_local(
         local,
         tp,
