@@ -56,7 +56,9 @@ def block_decisions(
         whole: states that must be stored whole.
         points: most points of each of the two frontiers.
         time_limit_s: of one solve.
-        recompute: pins the mode: `none`, `full` or `selective`; None allows all.
+        recompute: pins the mode: `none`, `full` or `selective`; None allows all. A class that has
+            no decision of the pinned mode (nothing is saved, or nothing may be kept) recomputes
+            nothing.
     """
     decisions: list[Decision] = []
     for region in (False, True):
@@ -73,6 +75,10 @@ def block_decisions(
         axes = [d for d in decisions if d.recompute.mode != "none"][-1].axes
         decisions.append(Decision(axes=axes, recompute=Recompute(mode="full")))
     unique = {d.key: d for d in decisions if recompute in (None, d.recompute.mode)}
+    if not unique and recompute != "none":
+        return block_decisions(
+            block, timer, whole=whole, points=points, time_limit_s=time_limit_s, recompute="none"
+        )
     return tuple(unique.values())
 
 

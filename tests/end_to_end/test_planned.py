@@ -11,12 +11,14 @@ from autoplan.planner import Planner
 from autoplan.settings import Setting
 from tests.distributed import run_workers
 from tests.end_to_end.planning import decided_plan, planned, planner_of
-from tests.numerics import MODELS, check_plans
+from tests.numerics import MODELS, check_plans, program_of
 
 
 def check(plans: list[tuple[str, str, Plan]]) -> None:
     """Run plans of one world size on forked workers and fail with what does not agree."""
     (world_size,) = {plan.mesh.world_size for _, _, plan in plans}
+    for _, name, plan in plans:
+        program_of(name, plan.microbatch_size)
     for problems in run_workers(check_plans, world_size, plans, timeout_s=150):
         assert problems == []
 
