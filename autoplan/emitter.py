@@ -24,6 +24,7 @@ from autoplan.calls import BoundCall, install
 from autoplan.capture import capture
 from autoplan.errors import EmitError, PlanError
 from autoplan.executor import compile_graph
+from autoplan.layout_check import check_layouts
 from autoplan.matching import explain_mismatch
 from autoplan.plan import Plan
 from autoplan.processes import agree, ensure_process_group, seed_ranks
@@ -110,6 +111,10 @@ def _recapture(
         return None, error
     if program.fingerprint != plan.fingerprint:
         return None, PlanError(explain_mismatch(plan, program, type(model).__name__))
+    try:
+        check_layouts(plan, program)
+    except PlanError as error:
+        return None, error
     return program, None
 
 

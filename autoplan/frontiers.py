@@ -222,7 +222,8 @@ class _ChoiceModel:
                 for op in self.readers.get(name, ())
                 for option in self.options[op.name]
             }
-            stored = {p for p in wanted if p.startswith("S")} if name not in self.whole else set()
+            is_whole = name in self.whole or not state.is_parameter
+            stored = set() if is_whole else {p for p in wanted if p.startswith("S")}
             if len(state.shape) == 1:
                 stored = {p for p in stored if Placement.parse(p).outer == 1}
             return tuple(_Pick(axis=p, keep=False) for p in ("R", *sorted(stored)))

@@ -6,20 +6,29 @@ from typing import Any
 
 import pytest
 
-from autoplan.plan import Plan
+from autoplan.frontiers import Decision
+from autoplan.frontiers import _may_keep as may_keep
+from autoplan.local import axis_option
+from autoplan.plan import Plan, Recompute
 from autoplan.planner import Planner
 from autoplan.settings import Setting
+from autoplan.sharding import shard_options
 from tests.distributed import run_workers
 from tests.end_to_end.planning import decided_plan, planned, planner_of
-from tests.numerics import MODELS, check_plans, program_of
+from tests.numerics import GRADIENT_TOLERANCE, MODELS, check_plans, program_of
+from tests.test_lowering import _random_axes as random_axes
+
+TP = Setting(
+    dp=1, tp=2, pp=1, zero_stage=0, microbatch_size=1, num_microbatches=2, schedule="none"
+)
 
 
-def check(plans: list[tuple[str, str, Plan]]) -> None:
+def check(plans: list[tuple[str, str, Plan]], tolerance: float = GRADIENT_TOLERANCE) -> None:
     """Run plans of one world size on forked workers and fail with what does not agree."""
     (world_size,) = {plan.mesh.world_size for _, _, plan in plans}
     for _, name, plan in plans:
         program_of(name, plan.microbatch_size)
-    for problems in run_workers(check_plans, world_size, plans, timeout_s=150):
+    for problems in run_workers(check_plans, world_size, plans, tolerance, timeout_s=150):
         assert problems == []
 
 
@@ -96,19 +105,42 @@ def frontier_plans(name: str, setting: Setting, planner: Planner) -> list[tuple[
     plans = []
     for turn in range(max(map(len, points))):
         chosen = [points[b][turn % len(points[b])] for b in blocks]
-        what = f"{name} {setting}, point {turn}: " + "; ".join(map(str, dict.fromkeys(chosen_keys(chosen))))
+        keys = dict.fromkeys(decision.key for decision in chosen)
+        what = f"{name}, point {turn}: {'; '.join(map(str, keys))}"
         plans.append((what, name, decided_plan(planner, setting, chosen)))
     return plans
 
 
-def chosen_keys(decisions: Any) -> list[Any]:
-    return [d.key for d in decisions]
-
-
 @pytest.mark.parametrize("name", list(MODELS))
 def test_every_point_of_a_frontier_equals_the_model(name: str) -> None:
-    planner = planner_of(name, 2, rows=2)
-    setting = Setting(
-        dp=1, tp=2, pp=1, zero_stage=0, microbatch_size=1, num_microbatches=2, schedule="none"
-    )
-    check(frontier_plans(name, setting, planner))
+    check(frontier_plans(name, TP, planner_of(name, 2, rows=2)))
+
+
+def marked_plans(name: str, planner: Planner, seeds: range) -> list[tuple[str, str, Plan]]:
+    """Return plans of random axes in which every result is kept that may be."""
+    pricer = planner.pricer(1)
+    program = program_of(name, 1)
+    plans = []
+    for seed in seeds:
+        by_block = {}
+        for index, block in enumerate(pricer.trace.blocks):
+            graph = next(g for g in program.graphs if g.name == block.name)
+            axes = random_axes(graph, shard_options(graph), TP.tp, seed)
+            keep = tuple(op.name for op in block.ops if may_keep(op, axis_option(op, axes)))
+            recompute = Recompute(mode="selective" if keep else "full", keep=keep)
+            by_block[index] = Decision(axes=axes, recompute=recompute)
+        chosen = [by_block[call.block] for call in pricer.trace.calls]
+        plans.append((f"{name}, seed {seed}", name, decided_plan(planner, TP, chosen)))
+    return plans
+
+
+def test_every_legal_mark_on_random_layouts_gives_the_same_gradients() -> None:
+    plans = []
+    for name in ("gpt_split", "gpt2"):
+        plans += marked_plans(name, planner_of(name, 2, rows=2), range(3))
+    check(plans)
+
+
+def test_marks_on_random_layouts_of_a_llama_differ_by_float32_noise_only() -> None:
+    """Its norms compute in float32, and sum in another order where features are sliced."""
+    check(marked_plans("llama", planner_of("llama", 2, rows=2), range(3)), tolerance=1e-5)
