@@ -18,7 +18,17 @@ from autoplan.program import Program
 from examples.gpt import GPT, GPTConfig, loss_fn
 from tests.plans import hand_plan
 
-__all__ = ["MODELS", "Case", "build", "check_cases", "check_plan", "check_plans", "global_batch", "program_of", "reference"]
+__all__ = [
+    "MODELS",
+    "Case",
+    "build",
+    "check_cases",
+    "check_plan",
+    "check_plans",
+    "global_batch",
+    "program_of",
+    "reference",
+]
 
 GRADIENT_TOLERANCE = 1e-9
 FLOOR = 1e-7  # the gradients of key biases are zero but for rounding, 1e-17 where others are 1e-2
