@@ -1,8 +1,8 @@
 """Tensor parallelism of one stage: local graphs, and parameters as DTensors over the tp mesh.
 
-A parameter is stored as the plan says. Where the plan says nothing it is stored as its block's graph
-needs it, or whole where two calls need it in different placements or FSDP could not slice it. Of a
-parameter that is stored whole each call takes its slice in the forward; the gradients of such
+A parameter is stored as the plan says. Where the plan says nothing it is stored as its block's
+graph needs it, or whole where two calls need it in different placements or FSDP could not slice it.
+Of a parameter that is stored whole each call takes its slice in the forward; the gradients of such
 slices are addends. `autoplan.layout_check` refuses what cannot be stored as planned.
 """
 

@@ -106,7 +106,7 @@ def make_plan(case: PeakCase) -> Plan:
     if case.memory is not None:
         make, options["compare"] = autoplan.optimize, False
     made = make(loaded.model, cluster, loaded.batch, loss_fn=loaded.loss_fn, **options)
-    return made if isinstance(made, Plan) else made.plan  # type: ignore[no-any-return]
+    return made if isinstance(made, Plan) else made.plan
 
 
 def stage_peaks(results: Sequence[RankResult]) -> list[int]:
@@ -156,9 +156,8 @@ def main() -> None:
             rows.append((name, str(stage), *sizes, f"{ratios[-1]:.3f}"))
     print(table(rows))
     mean = sum(abs(r - 1) for r in ratios) / len(ratios)
-    print(
-        f"{len(ratios)} stages: ratio {min(ratios):.3f} to {max(ratios):.3f}, mean distance {mean:.1%}"
-    )
+    extremes = f"ratio {min(ratios):.3f} to {max(ratios):.3f}"
+    print(f"{len(ratios)} stages: {extremes}, mean distance {mean:.1%}")
 
 
 if __name__ == "__main__":

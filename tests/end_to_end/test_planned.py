@@ -18,6 +18,7 @@ from autoplan.settings import Setting
 from autoplan.sharding import shard_options
 from tests.distributed import run_workers
 from tests.end_to_end.planning import decided_plan, planned, planner_of
+from tests.layouts import megatron
 from tests.numerics import GRADIENT_TOLERANCE, check_plans, program_of
 from tests.test_lowering import _random_axes as random_axes
 
@@ -145,10 +146,11 @@ def test_marks_on_random_layouts_of_a_llama_differ_by_float32_noise_only() -> No
 
 def test_a_plan_that_stores_a_parameter_in_another_way_is_refused() -> None:
     planner = planner_of("gpt", 2, rows=2)
-    pricer = planner.pricer(1)
-    lean = [pricer.plain_decision(call.block, 2, lean=True) for call in pricer.trace.calls]
-    plan = decided_plan(planner, TP, lean)
     program = program_of("gpt", 1)
+    axes = megatron(program, 2)["block0"].axes
+    calls = planner.trace(1).calls
+    decisions = [Decision(axes=axes if call.fqn.startswith("blocks.") else {}) for call in calls]
+    plan = decided_plan(planner, TP, decisions)
     check_layouts(plan, program)
     name, layout = next((n, x) for n, x in plan.placements.items() if x.block == "block0")
     assert layout.parameters["up.weight"] == "S(0)"
