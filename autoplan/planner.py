@@ -25,7 +25,7 @@ from autoplan.cluster import Cluster
 from autoplan.costs import TICK_S, Pricer
 from autoplan.errors import AutoplanError, InfeasibleError, SearchLimitError
 from autoplan.frontiers import Decision, fastest_ops_s
-from autoplan.graph import Placement, StateTrace, Trace
+from autoplan.graph import ParameterTrace, Placement, Trace
 from autoplan.layout_check import fsdp_can_slice
 from autoplan.plan import Plan, SearchRecord, Simpler
 from autoplan.plan_writer import write_plan
@@ -365,9 +365,9 @@ def _transfer_copies(setting: Setting, stage: int, live: int) -> int:
     return entering + leaving
 
 
-def strided_states(trace: Trace) -> list[StateTrace]:
+def strided_states(trace: Trace) -> list[ParameterTrace]:
     """Return matrices that some op can slice along dimension 0 in several pieces, once each."""
-    found: dict[tuple[str, tuple[int, ...]], StateTrace] = {}
+    found: dict[tuple[str, tuple[int, ...]], ParameterTrace] = {}
     for block in trace.blocks:
         states = {s.name: s for s in block.states if s.is_parameter and len(s.shape) > 1}
         for op in block.ops:
