@@ -152,10 +152,10 @@ def _marked(local: LocalBlock, keep: Iterable[str]) -> dict[str, int]:
     held = {}
     for op in local.ops:
         if op.op is None:
-            is_held = op.inputs[0] in wanted & partial and op.mark_bytes > 0
+            is_held = op.inputs[0] in wanted & partial
         else:
             is_held = op.name in wanted and not op.is_partial
-        if is_held:
+        if is_held and op.mark_bytes > 0:
             held[op.storage] = op.mark_bytes
     return held
 

@@ -6,6 +6,7 @@ regions and without: bytes kept after forward, and the peak of forward and backw
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import autoplan
 from autoplan.capture import capture
 from autoplan.executor import compile_graph
 from autoplan.frontiers import Decision, block_decisions, plain_decision
+from autoplan.graph import Trace
 from autoplan.liveness import block_memory
 from autoplan.local import localize
 from autoplan.lowering import lower
@@ -74,6 +76,7 @@ def _measure(graph: BlockGraph, decision: Decision) -> tuple[int, int]:
         else:
             outputs = list(run_region(lambda *a: function(states, *a), keep, *inputs))
         forward = meter.peak_bytes - base
+        time.sleep(0.02)  # gloo's threads let go of their buffers a little late
         kept = meter.live_bytes - base - sum(o.nbytes for o in outputs)
         losses = [_Seed.apply(o) for o in outputs]  # type: ignore[no-untyped-call]
         outputs.clear()
@@ -82,14 +85,22 @@ def _measure(graph: BlockGraph, decision: Decision) -> tuple[int, int]:
         return kept, max(forward, meter.peak_bytes - base)
 
 
-def _compare(rank: int, program: Program, trace: Any, degree: int) -> list[str]:
+def _decisions(trace: Trace, degree: int) -> list[tuple[Decision, ...]]:
+    """Return the decisions to try per class; all ranks run the same, so they are made once."""
+    timer = Timer(autoplan.Cluster.parse("2:cpu"), degree)
+    return [
+        (*block_decisions(block, timer, points=3), plain_decision(block, timer, lean=True))
+        for block in trace.blocks
+    ]
+
+
+def _compare(
+    rank: int, program: Program, trace: Trace, degree: int, found: list[tuple[Decision, ...]]
+) -> list[str]:
     """Return what differs, over all decisions of all block classes."""
     torch.manual_seed(0)
     wrong = []
-    timer = Timer(autoplan.Cluster.parse("2:cpu"), degree)
-    for graph, block in zip(program.graphs, trace.blocks, strict=True):
-        decisions = [*block_decisions(block, timer, points=3)]
-        decisions.append(plain_decision(block, timer, lean=True))
+    for graph, block, decisions in zip(program.graphs, trace.blocks, found, strict=True):
         for decision in decisions:
             local = localize(block, decision.axes, degree)
             memory = block_memory(local, decision.recompute)
@@ -99,11 +110,12 @@ def _compare(rank: int, program: Program, trace: Any, degree: int) -> list[str]:
             lowered = lower(
                 graph, shard_options(graph), decision.axes, degree=degree, rank=rank, group=None
             )
-            measured = _measure(lowered.graph, decision)
-            predicted = (memory.kept - held, memory.forward_peak, memory.backward_peak - held)
-            for name, p, m in zip(
-                ("kept", "forward", "backward"), predicted, measured, strict=True
-            ):
+            # a buffer that gloo holds late is not ours: the lower of two runs counts
+            runs = [_measure(lowered.graph, decision) for _ in range(2)]
+            measured = tuple(map(min, *runs))
+            peak = max(memory.forward_peak, memory.backward_peak - held)
+            predicted = (memory.kept - held, peak)
+            for name, p, m in zip(("kept", "peak"), predicted, measured, strict=True):
                 if abs(p - m) > TOLERANCE * m + SLACK_BYTES:
                     wrong.append(f"{block.name} {decision}: {name} predicted {p}, measured {m}")
     return wrong
@@ -123,5 +135,6 @@ def test_block_memory_equals_what_the_meter_sees(degree: int, is_fused: bool) ->
     )
     program = capture(GPT(config), batch_like(config, 4, 64), loss_fn, microbatch_size=4)
     trace = trace_program(program, backend="cpu", model_name="GPT")
-    for found in run_workers(_compare, degree, program, trace, degree, timeout_s=300):
-        assert not found, "\n".join(found)
+    decisions = _decisions(trace, degree)
+    for wrong in run_workers(_compare, degree, program, trace, degree, decisions, timeout_s=300):
+        assert not wrong, "\n".join(wrong)
