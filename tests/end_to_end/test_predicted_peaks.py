@@ -13,7 +13,6 @@ CHOSEN = (
     "ZeRO-3, recompute all",
     "pp 2 x ZeRO-3",
     "pp 4, recompute all",
-    "optimized, selective, dp 4",
     "tp 2 x ZeRO-3",
 )
 
