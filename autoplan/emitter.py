@@ -76,10 +76,19 @@ def parallelize(
     program, problem = _recapture(plan, model, batch, loss_fn)
     agree(problem)
     assert program is not None, "no program without a problem"
+    if plan.mixed_precision != "none":
+        _store_in_float32(model)
     mesh = _mesh(plan, place, timeout_s)
     module = _Emission(plan, program, model, batch, place, mesh, timeout_s).build()
     seed_ranks(plan.mesh)
     return module
+
+
+def _store_in_float32(model: nn.Module) -> None:
+    """Turn parameters of a smaller dtype into float32 masters; FSDP computes with casts of them."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.element_size() < 4:
+            parameter.data = parameter.data.float()
 
 
 def _check_world(plan: Plan) -> None:
