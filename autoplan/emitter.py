@@ -24,6 +24,7 @@ from autoplan.calls import BoundCall, install
 from autoplan.capturer import capture
 from autoplan.errors import EmitError, PlanError
 from autoplan.executor import compile_graph
+from autoplan.layout_check import check_layouts
 from autoplan.matching import explain_mismatch
 from autoplan.plan import Plan
 from autoplan.processes import agree, ensure_process_group, seed_ranks
@@ -75,10 +76,19 @@ def parallelize(
     program, problem = _recapture(plan, model, batch, loss_fn)
     agree(problem)
     assert program is not None, "no program without a problem"
+    if plan.mixed_precision != "none":
+        _store_in_float32(model)
     mesh = _mesh(plan, place, timeout_s)
     module = _Emission(plan, program, model, batch, place, mesh, timeout_s).build()
     seed_ranks(plan.mesh)
     return module
+
+
+def _store_in_float32(model: nn.Module) -> None:
+    """Turn parameters of a smaller dtype into float32 masters; FSDP computes with casts of them."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.element_size() < 4:
+            parameter.data = parameter.data.float()
 
 
 def _check_world(plan: Plan) -> None:
@@ -110,6 +120,10 @@ def _recapture(
         return None, error
     if program.fingerprint != plan.fingerprint:
         return None, PlanError(explain_mismatch(plan, program, type(model).__name__))
+    try:
+        check_layouts(plan, program)
+    except PlanError as error:
+        return None, error
     return program, None
 
 

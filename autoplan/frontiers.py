@@ -56,8 +56,9 @@ def block_decisions(
         whole: states that must be stored whole.
         points: most points of each of the two frontiers.
         time_limit_s: of one solve.
-        recompute: pins the mode: `none`, `full` or `selective`; None allows all. A block that has
-            nothing to recompute or to mark runs plainly whatever is pinned.
+        recompute: pins the mode: `none`, `full` or `selective`; None allows all. A class that has
+            no decision of the pinned mode (nothing is saved, or nothing may be kept) recomputes
+            nothing.
     """
     decisions: list[Decision] = []
     for region in (False, True):
@@ -74,7 +75,11 @@ def block_decisions(
         axes = [d for d in decisions if d.recompute.mode != "none"][-1].axes
         decisions.append(Decision(axes=axes, recompute=Recompute(mode="full")))
     unique = {d.key: d for d in decisions if recompute in (None, d.recompute.mode)}
-    return tuple(unique.values()) or (plain_decision(block, timer, whole=whole),)
+    if not unique and recompute != "none":
+        return block_decisions(
+            block, timer, whole=whole, points=points, time_limit_s=time_limit_s, recompute="none"
+        )
+    return tuple(unique.values())
 
 
 def plain_decision(
@@ -217,7 +222,8 @@ class _ChoiceModel:
                 for op in self.readers.get(name, ())
                 for option in self.options[op.name]
             }
-            stored = {p for p in wanted if p.startswith("S")} if name not in self.whole else set()
+            is_whole = name in self.whole or not state.is_parameter
+            stored = set() if is_whole else {p for p in wanted if p.startswith("S")}
             if len(state.shape) == 1:
                 stored = {p for p in stored if Placement.parse(p).outer == 1}
             return tuple(_Pick(axis=p, keep=False) for p in ("R", *sorted(stored)))

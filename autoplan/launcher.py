@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -165,7 +166,17 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
+# What torchrun prints of each rank that failed; exit code -9 is signal 9.
+_FAILURE = re.compile(r"rank +: (\d+) \(local_rank: \d+\)\s+exitcode +: -(\d+)")
+
+
 def _first_error(folder: Path, status: int, lines: Sequence[str]) -> str:
+    """Return what failed first: a signal, since peers fail of a rank that is gone, or an error."""
+    for rank, number in _FAILURE.findall("".join(lines)):
+        if int(number) not in (0, signal.SIGTERM):
+            name = signal.Signals(int(number)).name
+            hint = ": the machine may be out of memory" if name == "SIGKILL" else ""
+            return f"rank {rank} was ended by {name}{hint}; the last lines:\n{_tail(lines)}"
     errors = sorted(folder.glob("error.*"), key=lambda path: int(path.name.split(".")[1]))
     if errors:
         rank = errors[0].name.split(".")[2]

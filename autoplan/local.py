@@ -321,7 +321,7 @@ def state_placements(
 ) -> dict[str, str]:
     """Return how each state is stored: sharded if all its uses require that one shard, else R.
 
-    States named in `whole` stay whole: parameters that several calls share.
+    States named in `whole` stay whole: parameters that several calls share. So do buffers.
 
     One-dimensional states with separate pieces (fused biases) stay whole: FSDP shards their only
     dimension too, and the two do not compose.
@@ -338,8 +338,8 @@ def state_placements(
         text = next(iter(wanted)) if len(wanted) == 1 else "R"
         placement = Placement.parse(text)
         is_fused_vector = len(state.shape) == 1 and placement.outer > 1
-        is_sharded = placement.kind == "shard" and not is_fused_vector and state.name not in whole
-        stored[state.name] = text if is_sharded else "R"
+        is_whole = is_fused_vector or not state.is_parameter or state.name in whole
+        stored[state.name] = text if placement.kind == "shard" and not is_whole else "R"
     return stored
 
 

@@ -25,7 +25,8 @@ from autoplan.cluster import Cluster
 from autoplan.costs import TICK_S, Pricer
 from autoplan.errors import AutoplanError, SearchLimitError
 from autoplan.frontiers import Decision, fastest_ops_s
-from autoplan.graph import Trace
+from autoplan.graph import ParameterTrace, Placement, Trace
+from autoplan.layout_check import fsdp_can_slice
 from autoplan.plan import Plan, SearchRecord, Simpler
 from autoplan.plan_writer import write_plan
 from autoplan.scaling import interpolate
@@ -45,6 +46,7 @@ _BROADCAST_TIMEOUT_S = 1800.0
 _MAX_REPAIRS = 8
 _TRACED_ROWS = (2, 4)
 _FRONTIER_ROWS = (1, 4)
+_TWO_PIECES = Placement(kind="shard", dim=0, outer=2)
 
 
 @dataclass(slots=True)
@@ -157,12 +159,24 @@ class Planner:
         m = setting.num_microbatches
         return int((total + (m - 1) * max(slowest, total / setting.pp)) / TICK_S * (1 - 1e-9))
 
-    def static_reason(self, setting: Setting) -> str | None:
-        """Return why a setting cannot hold even its parameters and optimizer state, or None.
+    def layout_reason(self, setting: Setting) -> str | None:
+        """Return why FSDP cannot slice what tensor parallelism stores under a setting, or None."""
+        if setting.tp > 1 and setting.dp > 1 and setting.zero_stage > 0:
+            for state in strided_states(self._smallest_trace()):
+                if not fsdp_can_slice(state.shape, _TWO_PIECES, setting.dp):
+                    return f"FSDP over dp={setting.dp} cannot slice {state.fqn} beside tp"
+        return None
 
-        Counts shards that divide by every degree, and no activation.
+    def static_reason(self, setting: Setting) -> str | None:
+        """Return why a setting cannot be, whatever is decided about its blocks, or None.
+
+        Parameters and optimizer state must fit, counted in shards that divide by every degree and
+        without activations; and the layout must be one that can be run.
         """
         trace = self._smallest_trace()
+        unrunnable = self.layout_reason(setting)
+        if unrunnable is not None:
+            return unrunnable
         ratio = self.workload.parameter_bytes_per_traced_byte
         canonical = {fqn: group[0] for group in trace.shared for fqn in group}
         sizes: dict[str, int] = {}
@@ -403,6 +417,20 @@ def _transfer_copies(setting: Setting, stage: int, live: int) -> int:
     return entering + leaving
 
 
+def strided_states(trace: Trace) -> list[ParameterTrace]:
+    """Return matrices that some op can slice along dimension 0 in several pieces, once each."""
+    found: dict[tuple[str, tuple[int, ...]], ParameterTrace] = {}
+    for block in trace.blocks:
+        states = {s.name: s for s in block.states if s.is_parameter and len(s.shape) > 1}
+        for op in block.ops:
+            for option in op.options:
+                for name, text in zip(op.inputs, option.inputs, strict=False):
+                    placement = Placement.parse(text)
+                    if name in states and placement.dim == 0 and placement.outer > 1:
+                        found[states[name].fqn, states[name].shape] = states[name]
+    return list(found.values())
+
+
 def replace_trace(pricer: Pricer, exact: Trace) -> Pricer:
     """Return the pricer itself if it prices that trace, else one that does."""
     if pricer.trace is exact:
@@ -582,7 +610,7 @@ def find_plan(
     world = planner.cluster.world_size
     rivals = [s for s in simpler if s.row.fits and s.obeys(planner.pins)]
     for rival in sorted(rivals, key=lambda s: s.row.step_time_s):
-        if rival.setting.world_size == world:
+        if rival.setting.world_size == world and planner.layout_reason(rival.setting) is None:
             found.append(
                 planner.write(rival.setting, rival.ends, rival.decisions, _record(result), rows)
             )

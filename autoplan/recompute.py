@@ -127,6 +127,11 @@ class _Save(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._region = region
 
+    def __enter__(self) -> _Save:
+        self._region.current = -1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],
@@ -157,6 +162,9 @@ class _Load(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> _Load:
         self._next.clear()
+        # Kernels before the first op, such as reading parameters, belong to none; the first run
+        # ended in the last op.
+        self._region.current = -1
         self._region.is_again = True
         super().__enter__()  # type: ignore[no-untyped-call]
         return self

@@ -54,7 +54,8 @@ def least_memory(planner: Planner, enough: int = 0) -> Least:
         planner: the problem.
         enough: bytes with which the search may stop; 0: never.
     """
-    settings = planner.settings()
+    every = planner.settings()
+    settings = [s for s in every if planner.layout_reason(s) is None] or every
     smallest = min(s.microbatch_size for s in settings)
     best: Least | None = None
     stages = (0, 3) if "zero_stage" not in planner.pins else (0, 1, 2, 3)

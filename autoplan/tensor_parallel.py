@@ -1,8 +1,9 @@
 """Tensor parallelism of one stage: local graphs, and parameters as DTensors over the tp mesh.
 
-A parameter is stored as its block's graph needs it. Where two calls need one parameter in different
-placements, or where FSDP could not put a strided slice back together, it is stored whole and each
-call takes its slice in the forward; the gradients of such slices are addends.
+A parameter is stored as the plan says. Where the plan says nothing it is stored as its block's
+graph needs it, or whole where two calls need it in different placements or FSDP could not slice it.
+Of a parameter that is stored whole each call takes its slice in the forward; the gradients of such
+slices are addends. `autoplan.layout_check` refuses what cannot be stored as planned.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from autoplan.collectives import local_slice
 from autoplan.graph import Placement
+from autoplan.layout_check import fsdp_can_slice
 from autoplan.lowering import LoweredBlock, dtensor_placement, lower
 from autoplan.plan import Layout, Plan
 from autoplan.program import BlockGraph, Program
@@ -68,14 +70,14 @@ def lower_calls(
     tp = mesh["tp"]
     lowered = _lower_all(plan, program, stage, tp)
     required = _required(program, lowered)
-    is_fsdp = plan.zero_stage > 0 and mesh["dp"].size() > 1
-    stored: dict[str, Placement] = {}
+    dp = mesh["dp"].size()
+    is_fsdp = plan.zero_stage > 0 and dp > 1
+    stored = _planned(plan, program, stage)
     for first, wanted in required.items():
-        parameter = _parameter(root, first, program)
-        one = wanted[0] if len(set(wanted)) == 1 else _WHOLE
-        if is_fsdp and not _fsdp_can(parameter, one, mesh["dp"].size()):
-            one = _WHOLE
-        stored[first] = one
+        if first not in stored:
+            one = wanted[0] if len(set(wanted)) == 1 else _WHOLE
+            shape = tuple(_parameter(root, first, program).shape)
+            stored[first] = one if not is_fsdp or fsdp_can_slice(shape, one, dp) else _WHOLE
     _distribute(root, stored, program, tp)
     calls = {}
     for index, block in lowered.items():
@@ -85,6 +87,19 @@ def lower_calls(
         )
         calls[index] = LocalCall(graph=block.graph, localise=localise)
     return calls
+
+
+def _planned(plan: Plan, program: Program, stage: StageSlice) -> dict[str, Placement]:
+    """Return per parameter (first name) the placement in which the plan stores it, if it says."""
+    planned = {}
+    for block in plan.stages[stage.index].blocks:
+        call = program.calls[block.call]
+        layout = plan.placements.get(block.placements)
+        for state, fqn in zip(program.graphs[call.graph].states, call.states, strict=True):
+            if state.is_parameter and layout is not None and state.fqn in layout.parameters:
+                first = program.aliases.get(fqn, fqn)
+                planned[first] = Placement.parse(layout.parameters[state.fqn])
+    return planned
 
 
 def _lower_all(
@@ -138,13 +153,6 @@ def _parameter(root: nn.Module, first: str, program: Program) -> torch.Tensor:
     holder, key = find_state(root, name)
     tensor: torch.Tensor = holder[key]
     return tensor
-
-
-def _fsdp_can(parameter: torch.Tensor, placement: Placement, dp: int) -> bool:
-    """Return whether FSDP can slice a strided slice along another dimension."""
-    if placement.kind != "shard" or placement.outer == 1 or placement.dim != 0:
-        return True
-    return parameter.dim() > 1 and parameter.shape[1] % dp == 0
 
 
 def _distribute(

@@ -38,6 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "axis_rules",
         "sharding",
         "runner",
+        "layout_check",
         "tracer",
     ),
     ("settings", "local", "times", "liveness", "memory", "scaling"),
