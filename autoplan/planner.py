@@ -23,7 +23,7 @@ from autoplan.batches import batch_rows
 from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
 from autoplan.costs import TICK_S, Pricer
-from autoplan.errors import AutoplanError, SearchLimitError
+from autoplan.errors import AutoplanError, InfeasibleError, SearchLimitError
 from autoplan.frontiers import Decision, fastest_ops_s
 from autoplan.graph import ParameterTrace, Placement, Trace
 from autoplan.layout_check import fsdp_can_slice
@@ -631,6 +631,11 @@ def _last_resort(planner: Planner, result: MeshResult, rows: tuple[Simpler, ...]
     from autoplan.remedies import infeasible_error, least_memory
 
     least = least_memory(planner)
+    unrunnable = planner.layout_reason(least.setting)
+    if unrunnable is not None:
+        raise InfeasibleError(
+            f"no setting can be run: {unrunnable}; pin another tp or zero_stage=0"
+        )
     if least.need_bytes <= planner.cluster.total_bytes:
         record = _record(result)
         return planner.write(least.setting, least.ends, least.decisions, record, rows)
