@@ -278,7 +278,6 @@ class _Walk:
     def _backward(self, is_last: bool) -> None:
         syncs = self.wrapped and (self.zero >= 2 or (is_last and not self.is_pipeline))
         reshards = self.zero == 3 or (is_last and not self.is_pipeline)
-        self.activations -= self.leaving
         self.activations += self._entering_kept() if self.is_pipeline else 0
         if self.wrapped and self.zero == 3:
             self._gather_backward(self.root)
@@ -296,7 +295,7 @@ class _Walk:
             self._reduce(self.root, reshards, self.retained)
         elif self.is_mixed and self.root in self.gradients:
             self.gradients[self.root] = max(before, self.whole[self.root])
-        self.activations -= self.side
+        self.activations -= self.side + self.leaving
         self.reduce_input = 0
 
     def _backward_of(self, index: int, block: StageBlock) -> None:
