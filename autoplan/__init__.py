@@ -25,6 +25,7 @@ from autoplan.errors import (
 from autoplan.plan import Plan
 
 if TYPE_CHECKING:
+    from autoplan.custom_ops import register_op
     from autoplan.estimating import Estimate, estimate
     from autoplan.planner import optimize
     from autoplan.tracer import trace
@@ -45,6 +46,7 @@ __all__ = [
     "TraceError",
     "estimate",
     "optimize",
+    "register_op",
     "trace",
     "verify_plan",
 ]
@@ -53,6 +55,7 @@ _LAZY = {
     "Estimate": "autoplan.estimating",
     "estimate": "autoplan.estimating",
     "optimize": "autoplan.planner",
+    "register_op": "autoplan.custom_ops",
     "trace": "autoplan.tracer",
     "verify_plan": "autoplan.verifier",
 }

@@ -19,9 +19,11 @@ from typing import Any, Literal, cast
 
 import torch
 
+from autoplan.autocast import InAutocast
 from autoplan.errors import TraceError
+from autoplan.program import Op
 
-__all__ = ["Backend", "replacement", "workspace_bytes"]
+__all__ = ["Backend", "replacement", "with_true_statistics", "workspace_bytes"]
 
 Backend = Literal["cpu", "cuda"]
 
@@ -32,7 +34,27 @@ def replacement(target: Callable[..., Any], backend: Backend) -> Callable[..., A
     """Return the function to run on fake tensors instead of `target` for `backend`."""
     if backend == "cpu":
         return target
+    if isinstance(target, InAutocast):
+        return target.around(replacement(target.inner, backend))
     return _CUDA_RULES.get(str(target), target)
+
+
+def with_true_statistics(
+    op: Op, values: Mapping[str, Any], kept: dict[int, int], backend: Backend
+) -> dict[int, int]:
+    """Return the kept bytes of an op with the statistics of a batch norm in float32.
+
+    Fake tensors have them in the dtype of the input. Kernels have them in float32 on CUDA, and on
+    the CPU where the weight is float32.
+    """
+    if not op.target_name.startswith("aten.batch_norm."):
+        return kept
+    image, weight = values[op.args[0].name], values[op.args[1].name] if op.args[1] else None
+    is_wide = backend == "cuda" or (weight is not None and weight.dtype is torch.float32)
+    if image.itemsize != 2 or not is_wide:
+        return kept
+    narrow = 2 * image.shape[1]
+    return {key: 2 * narrow if nbytes == narrow else nbytes for key, nbytes in kept.items()}
 
 
 def workspace_bytes(kernels: list[str], inputs: list[torch.Tensor]) -> int:

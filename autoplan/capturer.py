@@ -7,7 +7,10 @@ state are read or changed and nothing is allocated. Long runs of equal blocks ar
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,15 +19,18 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from autoplan import hf
+from autoplan.autocast import around_step
 from autoplan.batches import LossFn, LossModule, batch_rows, microbatch_like, split_batch
 from autoplan.errors import TraceError
-from autoplan.exporter import export
+from autoplan.exporter import ExportError, export
+from autoplan.opaque import OpaqueCalls, empty_copy, empty_like
 from autoplan.program import Program
 from autoplan.segments import NotAChain, build_program
-from autoplan.shortening import Shortening, shorten
+from autoplan.shortening import find_runs
 
 __all__ = ["LossFn", "capture", "meta_copy", "microbatch_like", "split_batch"]
 
+_MOST_ATTEMPTS = 16
 EVAL_NOTE = "the model is in eval mode: dropout and batch statistics are traced as switched off"
 
 
@@ -35,6 +41,8 @@ def capture(
     *,
     microbatch_size: int | None = None,
     full_depth: bool = False,
+    allow_opaque: bool = True,
+    autocast: torch.dtype | None = None,
 ) -> Program:
     """Return the program of `model` and its loss for one micro-batch.
 
@@ -47,24 +55,70 @@ def capture(
         loss_fn: `loss_fn(output)` or `loss_fn(output, target)`; for a mapping the target is the
             whole mapping. None: the output is the loss, or has it as `.loss`.
         microbatch_size: rows to capture; None takes the batch as it is.
+        allow_opaque: keep a module that cannot be exported as one op instead of raising.
+        autocast: the training step runs under `torch.autocast` to this dtype; None if it does not.
         full_depth: export every block instead of two of each run of equal blocks.
 
     Raises:
         TraceError: the model could not be exported, or has no scalar loss; names module and line.
     """
     rows = microbatch_size if microbatch_size is not None else batch_rows(batch)
-    example = microbatch_like(batch, rows)
+    task = _Task(model, microbatch_like(batch, rows), loss_fn, rows, autocast)
     if not full_depth:
-        mode = _fake_mode()
-        copied = _empty_copy(model, mode)
-        shortening = shorten(copied)
+        with contextlib.suppress(TraceError, NotAChain):
+            return _capture_once(task, {}, is_short=True)
+    try:
+        return _capture_once(task, {}, is_short=False)
+    except ExportError as error:
+        if not allow_opaque or not error.fqn:
+            raise
+        first = error
+    for is_short in (False,) if full_depth else (True, False):
+        with contextlib.suppress(TraceError, NotAChain):
+            return _capture_degrading(task, first, is_short=is_short)
+    raise first
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    model: nn.Module
+    example: Any
+    loss_fn: LossFn | None
+    rows: int
+    autocast: torch.dtype | None
+
+
+def _capture_degrading(task: _Task, first: ExportError, *, is_short: bool) -> Program:
+    """Capture; a module that cannot be exported becomes one op, or else the module around it.
+
+    Raises:
+        ExportError: not even the outermost module around it can be one op.
+    """
+    reasons: dict[str, str] = {}
+    error = first
+    for _ in range(_MOST_ATTEMPTS):
+        fqn = error.fqn
+        while fqn in reasons:
+            fqn = fqn.rpartition(".")[0]
+        if not fqn:
+            raise error
+        where = f"{error.line}: {error.reason}" if error.line else error.reason
+        for name in _siblings(task.model, fqn):
+            reasons = {k: v for k, v in reasons.items() if not k.startswith(name + ".")}
+            reasons[name] = where
         try:
-            return _capture_once(copied, mode, example, loss_fn, rows, shortening)
-        except (TraceError, NotAChain):
-            if not shortening.runs:
-                raise
-    mode = _fake_mode()
-    return _capture_once(_empty_copy(model, mode), mode, example, loss_fn, rows, None)
+            return _capture_once(task, reasons, is_short=is_short)
+        except ExportError as caught:
+            error = caught
+    raise error
+
+
+def _siblings(model: nn.Module, fqn: str) -> list[str]:
+    """Return the FQNs that are `fqn` up to numbers and name a module of the same class."""
+    kind = type(model.get_submodule(fqn))
+    pattern = re.sub(r"\d+", "0", fqn)
+    named = model.named_modules(remove_duplicate=False)
+    return [n for n, m in named if type(m) is kind and re.sub(r"\d+", "0", n) == pattern]
 
 
 def _fake_mode() -> FakeTensorMode:
@@ -72,53 +126,47 @@ def _fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def _capture_once(
-    copied: nn.Module,
-    mode: FakeTensorMode,
-    example: Any,
-    loss_fn: LossFn | None,
-    rows: int,
-    shortening: Shortening | None,
-) -> Program:
-    notes = hf.prepare(copied, example)
+def _capture_once(task: _Task, reasons: Mapping[str, str], *, is_short: bool) -> Program:
+    mode = _fake_mode()
+    shortening = find_runs(task.model) if is_short else None
+    with mode:
+        copied = empty_copy(
+            task.model, "cpu", without=shortening.dropped(task.model) if shortening else ()
+        )
+    if shortening:
+        shortening.cut(copied)
+    example = task.example
+    notes = (*hf.prepare(copied), *_opaque_notes(reasons))
+    opaque = OpaqueCalls()
+    present = dict(copied.named_modules(remove_duplicate=False))
+    for fqn in reasons:
+        if fqn in present:
+            opaque.replace(present[fqn], task.model.get_submodule(fqn))
     if not copied.training:
         notes = (*notes, EVAL_NOTE)
     leaves, spec = pytree.tree_flatten(example)
     tensor_at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    wrapper = LossModule(copied, loss_fn, spec, leaves, tensor_at)
+    wrapper = LossModule(copied, task.loss_fn, spec, leaves, tensor_at)
     wrapper.training = copied.training
     with mode:
-        tensors = tuple(_empty_like(leaves[i], "cpu") for i in tensor_at)
+        tensors = tuple(empty_like(leaves[i], "cpu") for i in tensor_at)
     keys = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(example)[0]]
-    flat = export(wrapper, tensors, [keys[i] for i in tensor_at], "model")
-    return build_program(flat, copied, shortening, rows, notes)
+    with hf.exact_masks(copied, example), around_step(task.autocast):
+        flat = export(wrapper, tensors, [keys[i] for i in tensor_at], "model", opaque)
+    return build_program(flat, copied, shortening, task.rows, notes, task.autocast)
+
+
+def _opaque_notes(reasons: Mapping[str, str]) -> tuple[str, ...]:
+    groups: dict[tuple[str, str], list[str]] = {}
+    for fqn, reason in reasons.items():
+        groups.setdefault((re.sub(r"\d+", "*", fqn), reason), []).append(fqn)
+    return tuple(
+        f"{fqns[0] if len(fqns) == 1 else f'{pattern} ({len(fqns)} modules)'} stays one op that "
+        f"cannot be split, and is priced by the dearer of the branches tried ({reason})"
+        for (pattern, reason), fqns in groups.items()
+    )
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
     """Return a structural copy of `model` on the meta device: ties are kept, no weight is read."""
-    return _copy(model, "meta")
-
-
-def _empty_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Return a structural copy of `model` of fake CPU tensors, which take no memory."""
-    with mode:
-        return _copy(model, "cpu")
-
-
-def _copy(model: nn.Module, device: str) -> nn.Module:
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        empty = _empty_like(parameter, device)
-        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = _empty_like(buffer, device)
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as error:
-        raise TraceError(f"{type(model).__name__} cannot be copied: {error}") from error
-
-
-def _empty_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    return torch.empty_strided(
-        tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=device
-    )
+    return empty_copy(model, "meta")

@@ -63,7 +63,36 @@ def _grouped_flops(tokens: torch.Tensor, weight: torch.Tensor) -> int:
     return 2 * tokens.shape[0] * weight.shape[-1] * weight.shape[-2]
 
 
+def _convolution_backward_flops(*args: Any) -> int:
+    """Each gradient costs what the forward does; torch's own law forgets the groups."""
+    gradient, image, weight, is_transposed, wanted = *args[:3], args[7], args[10]
+    moved = image if is_transposed else gradient
+    forward = 2 * moved.shape[0] * math.prod(moved.shape[2:]) * weight.numel()
+    return int(forward) * (bool(wanted[0]) + bool(wanted[1]))
+
+
+def _recurrent_flops(tokens: torch.Tensor, *weights: torch.Tensor) -> int:
+    return 2 * tokens.shape[0] * tokens.shape[1] * sum(weight.numel() for weight in weights[:2])
+
+
+def recurrent_workspace_bytes(name: str, args: Any) -> int:
+    """Return what oneDNN's LSTM keeps beside its tensors, within 10 % above what was measured.
+
+    Gates of every step, and for inputs, results, cells and their gradients a row more than steps;
+    each array starts on a page.
+    """
+    if name != "aten::mkldnn_rnn_layer":
+        return 0
+    tokens, hidden = args[0], args[10]
+    steps, rows, width = tokens.shape
+    elements = 4 * hidden * steps * rows + 12 * (steps + 1) * rows * max(width, hidden)
+    return int(elements) * 4 + 5 * 4096
+
+
 _OWN_FLOPS: dict[str, Callable[..., int]] = {
+    "aten::convolution_backward": _convolution_backward_flops,
+    "aten::mkldnn_rnn_layer": lambda *args: _recurrent_flops(*args[:3]),
+    "aten::mkldnn_rnn_layer_backward": lambda *args: 2 * _recurrent_flops(args[0], *args[1:3]),
     "aten::_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: _attention_flops(
         q, k, v
     ),
@@ -125,10 +154,12 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         flops: floating-point operations.
         nbytes: bytes read and written by kernels that are no views.
+        workspace_bytes: what kernels keep for backward in a form that no trace sees.
         made_bytes: bytes of all new results of kernels, whether they live on or not.
         gemms: the matrix products among the kernels.
         num_laws: kernels whose FLOP law is known.
         kernels: names of the kernels that are no views and no allocations.
+        is_random: whether one of them draws from the random state.
     """
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
@@ -136,7 +167,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops = 0
         self.nbytes = 0
         self.made_bytes = 0
+        self.workspace_bytes = 0
         self.num_laws = 0
+        self.is_random = False
         self.gemms: list[Gemm] = []
         self.kernels: list[str] = []
         self._known = {storage_key(tensor) for tensor in known}
@@ -171,6 +204,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _GATHERS:
             self.nbytes += sum(map(_touched_bytes, outputs))
         self.kernels.append(name)
+        self.workspace_bytes += recurrent_workspace_bytes(name, args)
+        self.is_random |= torch.Tag.nondeterministic_seeded in func.tags
         flops = kernel_flops(func, args, kwargs, result)
         if flops:
             self.flops += flops

@@ -85,6 +85,8 @@ PRESETS: Mapping[str, _Preset] = {
     "llama3-405b": _llama(16384, 53248, 126, 128),
     # Source: Jiang et al. 2024, Table 1. The defaults of MixtralConfig are this model.
     "mixtral-8x7b": _Preset(config="MixtralConfig", seq=4096, arguments={}),
+    # Source: DeepSeek-V3 (2024), section 4.2. The defaults of DeepseekV3Config are this model.
+    "deepseek-v3": _Preset(config="DeepseekV3Config", seq=4096, arguments={}),
 }
 
 

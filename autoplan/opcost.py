@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from autoplan.autocast import bare
 from autoplan.backends import Backend, replacement, workspace_bytes
+from autoplan.custom_ops import custom_op
 from autoplan.graph import Gemm, OpKind
 from autoplan.kernels import Meter, storage_key, tensors_in
+from autoplan.opaque import OpaqueCall
 from autoplan.program import Op
 from autoplan.segments import mutates_input
 
@@ -27,6 +30,7 @@ class OpCost:
     """What one op costs; the fields mean what they mean in `OpTrace`.
 
     Attributes:
+        hidden_bytes: kept for backward inside the kernel, where no trace sees it.
         note: why a number is a stated guess, or empty.
     """
 
@@ -40,6 +44,7 @@ class OpCost:
     forward_temp_bytes: int
     backward_temp_bytes: int
     mark_bytes: int
+    hidden_bytes: int = 0
     note: str = ""
 
 
@@ -89,18 +94,26 @@ def _measure(op: Op, args: Any, kwargs: Mapping[str, Any], backend: Backend) -> 
     with meter:
         result = function(*own_args, **own_kwargs)
     backward = _backward(op, inputs, leaves, tensors_in(result), meter.flops, meter.nbytes)
-    kind, gemm = _kind(op, meter)
+    kind, gemm = _kind(bare(op), meter)
+    forward_flops, backward_flops = meter.flops, backward.flops
+    told = custom_op(bare(op).target)
+    if told is not None:
+        forward_flops = int(told.flops(*own_args, **own_kwargs))
+        backward_flops = 2 * forward_flops if leaves else 0
+        if told.backward_flops is not None and leaves:
+            backward_flops = int(told.backward_flops(*own_args, **own_kwargs))
     return OpCost(
         kind=kind,
         gemm=gemm,
         attention=_attention(op, inputs) if kind == "attention" else None,
-        forward_flops=meter.flops,
-        backward_flops=backward.flops,
+        forward_flops=forward_flops,
+        backward_flops=backward_flops,
         forward_bytes=meter.nbytes,
         backward_bytes=backward.nbytes,
         forward_temp_bytes=meter.temp_bytes() + workspace_bytes(meter.kernels, inputs),
         backward_temp_bytes=backward.temp_bytes,
         mark_bytes=meter.made_bytes,
+        hidden_bytes=meter.workspace_bytes if leaves else 0,
         note=backward.note,
     )
 
@@ -159,6 +172,8 @@ RECURRENT_PREFIXES = ("aten.lstm.", "aten.gru.", "aten.rnn_tanh.", "aten.rnn_rel
 
 def _kind(op: Op, meter: Meter) -> tuple[OpKind, Gemm | None]:
     """Return which cost law prices the op, and its matrix product."""
+    if isinstance(op.target, OpaqueCall):
+        return "opaque", None
     if not isinstance(op.target, torch._ops.OpOverload):
         return ("view" if not meter.kernels else "opaque"), None
     name = op.target._schema.name

@@ -179,6 +179,7 @@ class Program:
         aliases: parameter FQN -> the first FQN of the same tensor (itself when not shared).
         microbatch_size: size of dimension 0 of the batch inputs at capture.
         metas: of every program value (inputs, constants, side states, side ops, call outputs).
+        autocast: dtype of the autocast around the step at capture, or None.
         notes: what a reader must know (checkpointing inside the model, caches switched off).
     """
 
@@ -194,6 +195,7 @@ class Program:
     aliases: Mapping[str, str]
     microbatch_size: int
     metas: Mapping[str, TensorMeta] = field(default_factory=dict)
+    autocast: torch.dtype | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -203,6 +205,7 @@ class Program:
         parts += [graph.fingerprint for graph in self.graphs]
         parts += [f"{op.name}={op.target_name}{op.args}{dict(op.kwargs)}" for op in self.side_ops]
         parts += [repr((self.inputs, self.input_metas, self.loss, sorted(self.aliases.items())))]
+        parts += [str(self.autocast)] if self.autocast is not None else []
         return text_hash(parts)
 
 

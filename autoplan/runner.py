@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from autoplan.backends import Backend, replacement
+from autoplan.autocast import bare
+from autoplan.backends import Backend, replacement, with_true_statistics
+from autoplan.custom_ops import custom_op
 from autoplan.errors import TraceError
 from autoplan.kernels import storage_bytes, storage_key, tensors_in
 from autoplan.opcost import OpCost, OpMeter
@@ -129,10 +131,30 @@ def run_block(
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             function = replacement(op.target, backend)
             run.values[op.name] = _execute(op, run.values, function, block_fqn)
+        kept = _told(op, run.values, kept)
+        kept = with_true_statistics(bare(op), run.values, kept, backend)
+        if run.costs[op.name].hidden_bytes:
+            kept[-1] = run.costs[op.name].hidden_bytes
         run.saved[op.name] = kept
         _own(run, op.name)
     run.outputs = tuple(run.values[name] for name in graph.outputs)
     return run
+
+
+def _told(op: Op, values: Mapping[str, Any], kept: dict[int, int]) -> dict[int, int]:
+    """Return what the user told that an operator keeps, if so, else `kept`."""
+    told = custom_op(bare(op).target)
+    needs_grad = any(tensor.requires_grad for tensor in tensors_in(values[op.name]))
+    if told is None or told.saved is None or not needs_grad:
+        return kept
+    args, kwargs = _arguments(op, values)
+    found: dict[int, int] = {}
+    for index, item in enumerate(told.saved(*args, values[op.name], **kwargs)):
+        if isinstance(item, torch.Tensor):
+            found[storage_key(item)] = storage_bytes(item)
+        else:
+            found[-2 - index] = int(item)
+    return found
 
 
 def _measure(op: Op, values: Mapping[str, Any], meter: OpMeter, block_fqn: str) -> OpCost:

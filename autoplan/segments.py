@@ -1,9 +1,8 @@
 """Cut a flat captured program into a chain of calls of block graphs.
 
-Blocks are the entries of numbered containers (`layers.3`, `h.0`), told by the module stack that
-export leaves on every op. What runs between two blocks of one container belongs to the earlier one;
-what runs before, after or between containers is glue. Ops that depend on no parameter are side ops.
-Equal segments share one block graph, and shortened runs are put back as calls.
+Blocks are told by the module stack that export leaves on every op, see `autoplan.blocks`; what runs
+outside of them is glue. Ops that depend on no parameter are side ops. Equal segments share one
+block graph, and shortened runs are put back as calls.
 """
 
 from __future__ import annotations
@@ -14,6 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from autoplan.autocast import bare
+from autoplan.blocks import Segment, find_segments
+from autoplan.opaque import OpaqueCall
 from autoplan.program import (
     BlockGraph,
     Call,
@@ -53,20 +55,13 @@ class FlatProgram:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Segment:
-    """Ops that become one call: the FQN of their block, or empty for glue."""
-
-    fqn: str
-    ops: tuple[Op, ...]
-
-
 def build_program(
     flat: FlatProgram,
     model: nn.Module,
     shortening: Shortening | None,
     rows: int,
     notes: Sequence[str] = (),
+    autocast: torch.dtype | None = None,
 ) -> Program:
     """Return the chain of calls of a flat program.
 
@@ -76,12 +71,13 @@ def build_program(
         shortening: runs to put back at full length, or None.
         rows: micro-batch size.
         notes: what a reader must know, beside the notes of `flat`.
+        autocast: dtype of the autocast around the step, or None.
 
     Raises:
         NotAChain: a shortened run cannot be put back.
     """
     side, body = _alive(*_merge_equal(*_split_side(flat)), flat.loss)
-    segments = _segments(body, flat)
+    segments = find_segments(body, flat.stacks, flat.parameters, model)
     graphs: list[BlockGraph] = []
     calls: list[Call] = []
     index_by_key: dict[str, int] = {}
@@ -111,6 +107,7 @@ def build_program(
         aliases=aliases,
         microbatch_size=rows,
         metas=metas,
+        autocast=autocast,
         notes=(*notes, *flat.notes),
     )
 
@@ -175,6 +172,9 @@ def _renamed(op: Op, names: Mapping[str, str]) -> Op:
 
 def mutates_input(op: Op) -> bool:
     """Return whether the operator's schema says that it writes to one of its arguments."""
+    op = bare(op)
+    if isinstance(op.target, OpaqueCall):
+        return bool(op.target.writes)
     if not isinstance(op.target, torch._ops.OpOverload):
         return False
     name = op.target._schema.name
@@ -185,8 +185,11 @@ def mutates_input(op: Op) -> bool:
 
 def written_inputs(op: Op) -> tuple[str, ...]:
     """Return the names of the values that the operator writes to."""
+    op = bare(op)
     if not mutates_input(op):
         return ()
+    if isinstance(op.target, OpaqueCall):
+        return tuple(refs([op.args[i] for i in op.target.writes]))
     schema = op.target._schema  # type: ignore[attr-defined]
     if schema.name in ("aten::batch_norm", "aten::instance_norm"):
         return tuple(refs(op.args[3:5]))
@@ -201,6 +204,9 @@ def written_inputs(op: Op) -> tuple[str, ...]:
 
 def is_random(op: Op) -> bool:
     """Return whether the operator draws from the random state with the arguments it has."""
+    op = bare(op)
+    if isinstance(op.target, OpaqueCall):
+        return op.target.is_random
     if not isinstance(op.target, torch._ops.OpOverload):
         return False
     name = op.target._schema.name.removeprefix("aten::")
@@ -212,39 +218,7 @@ def is_random(op: Op) -> bool:
     return torch.Tag.nondeterministic_seeded in op.target.tags
 
 
-def _segments(body: Sequence[Op], flat: FlatProgram) -> list[_Segment]:
-    keys = [_block_of(flat.stacks[op.name]) for op in body]
-    filled = list(keys)
-    for index, key in enumerate(keys):
-        if key is not None:
-            continue
-        before = next((k for k in reversed(keys[:index]) if k is not None), None)
-        after = next((k for k in keys[index + 1 :] if k is not None), None)
-        if before and after and _container(before[1]) == _container(after[1]):
-            filled[index] = before
-    segments: list[_Segment] = []
-    start = 0
-    for index in range(1, len(body) + 1):
-        if index == len(body) or filled[index] != filled[start]:
-            key = filled[start]
-            segments.append(_Segment(fqn=key[1] if key else "", ops=tuple(body[start:index])))
-            start = index
-    return segments
-
-
-def _container(fqn: str) -> str:
-    return fqn.rpartition(".")[0]
-
-
-def _block_of(stack: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
-    """Return (stack key, FQN) of the outermost numbered module that the op ran in."""
-    for key, fqn in stack:
-        if fqn.rpartition(".")[2].isdigit():
-            return key, fqn
-    return None
-
-
-def _used_later(segments: Sequence[_Segment], loss: str) -> list[set[str]]:
+def _used_later(segments: Sequence[Segment], loss: str) -> list[set[str]]:
     needed = {loss}
     later: list[set[str]] = []
     for segment in reversed(segments):
@@ -253,7 +227,7 @@ def _used_later(segments: Sequence[_Segment], loss: str) -> list[set[str]]:
     return later[::-1]
 
 
-def _make_call(segment: _Segment, needed: set[str], flat: FlatProgram) -> tuple[BlockGraph, Call]:
+def _make_call(segment: Segment, needed: set[str], flat: FlatProgram) -> tuple[BlockGraph, Call]:
     """Return the block graph of a segment in canonical names, and its call."""
     names: dict[str, str] = {}
     inputs: list[str] = []

@@ -15,6 +15,7 @@ from itertools import count
 
 from autoplan.axes import RESULT, Analysis, Atom, Dim, Link, Rule, leaves, pieces
 from autoplan.axis_rules import analyse
+from autoplan.custom_ops import custom_op
 from autoplan.graph import Placement, ShardOption
 from autoplan.program import BlockGraph, Op
 from autoplan.redistribution import transition
@@ -47,7 +48,31 @@ def shard_options(graph: BlockGraph) -> dict[str, tuple[ShardOption, ...]]:
             if rule.is_view and len(inputs) == 1 and inputs[0] in trained:
                 listed.append(_partial(whole))
             listed += _sliced(op, rule, found, trained, names)
+        listed += _told(op, graph)
         options[op.name] = _distinct(listed)
+    return options
+
+
+def _told(op: Op, graph: BlockGraph) -> list[ShardOption]:
+    """Return the slices that the user registered for an operator."""
+    told = custom_op(op.target)
+    inputs = op.inputs()
+    options = []
+    for number, rule in enumerate(told.shardings if told is not None else ()):
+        if len(rule.inputs) != len(inputs):
+            continue
+        pairs = zip((*inputs, op.name), (*rule.inputs, rule.output), strict=True)
+        sizes = []
+        for name, text in pairs:
+            meta, placement = graph.meta(name), Placement.parse(text)
+            if meta is not None and placement.kind == "shard":
+                sizes.append(meta.shape[placement.dim])
+        if sizes:
+            axis = f"told{number}"
+            option = ShardOption(
+                axis=axis, size=min(sizes), inputs=rule.inputs, output=rule.output, is_split=True
+            )
+            options.append(option)
     return options
 
 
@@ -117,6 +142,8 @@ def _cuts(op: Op, rule: Rule, found: Analysis) -> list[_Cut]:
     cuts: list[_Cut] = []
     for link in rule.links:
         by_side = [list(pieces(side, link.size, dims)) for side in link.sides]
+        if len({len(parts) for parts in by_side}) > 1:
+            continue
         for position, (atom, _, _) in enumerate(by_side[0]):
             places = {
                 side.operand: (part[position][1], part[position][2])

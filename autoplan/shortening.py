@@ -1,6 +1,6 @@
 """Shorten runs of equal blocks before capture, so that depth costs nothing.
 
-Only the last run of a list is shortened, and two of its blocks stay, so every block that remains
+Only the last run of a list is cut, and two of its blocks stay, so every block that remains
 keeps its index. Equality is decided by a fingerprint of everything that `forward` can read: class,
 mode, plain attributes, parameter and buffer specifications, hooks, children. What the two blocks
 that stay do is compared again after capture.
@@ -8,6 +8,7 @@ that stay do is compared again after capture.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["ShortRun", "Shortening", "fingerprint", "shorten"]
+__all__ = ["ShortRun", "Shortening", "find_runs", "fingerprint"]
 
 _KEPT = 2
 _INDEX_WORDS = ("idx", "index", "layer_id", "layer_number", "block_id")
+_LISTS = (nn.ModuleList, nn.Sequential)
 _PRIVATE = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
@@ -33,27 +35,40 @@ class ShortRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortening:
-    """The runs that `shorten` cut."""
+    """The runs that may be cut."""
 
     runs: tuple[ShortRun, ...]
 
+    def dropped(self, model: nn.Module) -> list[nn.Module]:
+        """Return the blocks that `cut` leaves out."""
+        return [
+            block
+            for run in self.runs
+            for block in list(model.get_submodule(run.container).children())[run.start + _KEPT :]
+        ]
 
-def shorten(model: nn.Module) -> Shortening:
-    """Cut the last run of equal blocks of every outermost `ModuleList` to two; changes `model`."""
+    def cut(self, model: nn.Module) -> None:
+        """Leave two blocks of every run in `model`, a copy."""
+        for run in self.runs:
+            blocks: Any = model.get_submodule(run.container)
+            del blocks[run.start + _KEPT :]
+
+
+def find_runs(model: nn.Module) -> Shortening:
+    """Return the last run of equal blocks of every outermost list; `model` stays as it is."""
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     runs: list[ShortRun] = []
     for fqn, module in list(model.named_modules()):
         inside = any(fqn.startswith(run.container + ".") for run in runs)
-        if inside or type(module) is not nn.ModuleList or len(module) <= _KEPT:
+        if inside or type(module) not in _LISTS or len(module) <= _KEPT:
             continue
-        prints = [fingerprint(block, uses) for block in module]
+        prints = [fingerprint(block, uses) for block in module.children()]
         start = len(prints) - 1
         while start > 0 and prints[start - 1] == prints[-1]:
             start -= 1
         count = len(prints) - start
         if count > _KEPT:
             runs.append(ShortRun(container=fqn, start=start, count=count))
-            del module[start + _KEPT :]
     return Shortening(runs=tuple(runs))
 
 
@@ -74,10 +89,17 @@ def fingerprint(module: nn.Module, uses: Counter[int] | None = None) -> Any:
     attributes = tuple(
         (name, _plain(value, 3))
         for name, value in sorted(vars(module).items())
-        if name not in _PRIVATE and not any(word in name for word in _INDEX_WORDS)
+        if _is_read(name, value)
     )
     children = tuple((name, fingerprint(child, uses)) for name, child in module.named_children())
     return (type(module), tuple(states), attributes, children)
+
+
+def _is_read(name: str, value: Any) -> bool:
+    """Return whether an attribute can change what `forward` does; empty hooks cannot."""
+    if name in _PRIVATE or (isinstance(value, dict) and not value):
+        return False
+    return not any(word in name for word in _INDEX_WORDS)
 
 
 def _plain(value: Any, depth: int) -> Any:
@@ -86,6 +108,9 @@ def _plain(value: Any, depth: int) -> Any:
         return value
     if isinstance(value, torch.device):
         return str(value)
+    if depth > 0 and isinstance(value, functools.partial):
+        parts = (value.func, value.args, value.keywords)
+        return ("partial", tuple(_plain(part, depth - 1) for part in parts))
     if depth > 0 and isinstance(value, (list, tuple, set, frozenset)):
         items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
         return (type(value), tuple(_plain(item, depth - 1) for item in items))

@@ -15,9 +15,11 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from autoplan.autocast import around_step
 from autoplan.backends import Backend
 from autoplan.batches import LossFn
 from autoplan.capturer import capture
+from autoplan.custom_ops import custom_op
 from autoplan.graph import (
     BlockTrace,
     CallTrace,
@@ -29,6 +31,7 @@ from autoplan.graph import (
     ValueTrace,
 )
 from autoplan.kernels import storage_bytes, storage_key, tensors_in
+from autoplan.opaque import OpaqueCall
 from autoplan.opcost import RECURRENT_PREFIXES, OpMeter
 from autoplan.program import BlockGraph, Call, Op, Program, TensorMeta
 from autoplan.runner import BlockRun, run_block, side_values
@@ -45,6 +48,7 @@ def trace(
     *,
     microbatch_size: int | None = None,
     backend: Backend = "cpu",
+    autocast: torch.dtype | None = None,
 ) -> Trace:
     """Return the trace of `model` and its loss for one micro-batch; the model is left as it is.
 
@@ -54,11 +58,12 @@ def trace(
         loss_fn: as for `capture`.
         microbatch_size: rows to trace; None takes the batch as it is.
         backend: device whose kept tensors are wanted; see `autoplan.backends`.
+        autocast: as for `capture`.
 
     Raises:
         TraceError: the model cannot be captured; names the module, the line and the reason.
     """
-    program = capture(model, batch, loss_fn, microbatch_size=microbatch_size)
+    program = capture(model, batch, loss_fn, microbatch_size=microbatch_size, autocast=autocast)
     return trace_program(program, backend=backend, model_name=type(model).__name__)
 
 
@@ -78,7 +83,7 @@ def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str
     made_by_calls = {out for call in program.calls for out in call.outs}
     meter = OpMeter(backend)
     runs: dict[int, BlockRun] = {}
-    with FakeTensorMode(), torch.enable_grad():
+    with FakeTensorMode(), torch.enable_grad(), around_step(program.autocast):
         values = side_values(program)
         buffers = {storage_key(values[name]) for name in program.side_states}
         for call in program.calls:
@@ -194,6 +199,7 @@ def _op_trace(
     is_float = bool(tensors) and tensors[0].dtype.is_floating_point
     is_written = any(storage_key(tensor) in written for tensor in tensors)
     is_plain = cost.kind != "view" and not mutates and not is_random(op) and not is_written
+    is_plain = is_plain and not isinstance(op.target, OpaqueCall)
     return OpTrace(
         name=op.name,
         target=op.target_name,
@@ -306,9 +312,17 @@ def _notes(
     notes = list(program.notes)
     notes += [cost.note for run in runs for cost in run.costs.values() if cost.note]
     opaque = sorted({op.target for block in blocks for op in block.ops if op.kind == "opaque"})
-    notes += [f"{target}: no law for its FLOPs; priced by the bytes it moves" for target in opaque]
+    opaque = [target for target in opaque if not target.startswith("opaque_")]
+    told = {
+        op.target_name for g in program.graphs for op in g.ops if custom_op(op.target) is not None
+    }
     notes += [
-        f"{target}: its kernel keeps a workspace that no trace sees; kept bytes are too low"
+        f"{target}: no law for its FLOPs; priced by the bytes it moves (see register_op)"
+        for target in opaque
+        if not target.startswith(RECURRENT_PREFIXES) and target not in told
+    ]
+    notes += [
+        f"{target}: its kernel keeps a workspace that no trace sees; kept bytes hold an estimate"
         for target in opaque
         if target.startswith(RECURRENT_PREFIXES)
     ]

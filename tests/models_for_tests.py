@@ -6,7 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["ConvNet", "GatedNet", "KorthikantiBlock", "LinearChain", "TinyGPT", "mean_square"]
+__all__ = [
+    "ConvNet",
+    "Gate",
+    "GatedNet",
+    "KorthikantiBlock",
+    "LinearChain",
+    "TinyGPT",
+    "mean_square",
+]
 
 
 def mean_square(output: torch.Tensor) -> torch.Tensor:
@@ -102,12 +110,15 @@ class ConvNet(nn.Module):
 
 
 class Gate(nn.Module):
-    def __init__(self) -> None:
+    """Takes one of two layers by the mean of its input."""
+
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.calm, self.wild = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.limit = 1.0
+        self.calm, self.wild = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.abs().mean() > 1.0:
+        if x.abs().mean() > self.limit:
             wild: torch.Tensor = self.wild(x)
             return wild
         calm: torch.Tensor = self.calm(x)
@@ -115,12 +126,16 @@ class Gate(nn.Module):
 
 
 class GatedNet(nn.Module):
-    """The gate of block 1 branches on the values of its input."""
+    """The gate of block 1 branches on the values of its input; with a depth, of every block."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 0) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Sequential(), nn.Linear(8, 8)])
-        self.blocks[1].add_module("gate", Gate())
+        if depth:
+            self.blocks = nn.ModuleList(nn.Sequential() for _ in range(depth))
+        for block in self.blocks:
+            if isinstance(block, nn.Sequential):
+                block.add_module("gate", Gate())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

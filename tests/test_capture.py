@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from autoplan.capturer import capture, meta_copy, microbatch_like, split_batch
 from autoplan.errors import TraceError
 from autoplan.program import Program, refs
+from autoplan.shortening import find_runs
 from tests.models_for_tests import LinearChain, TinyGPT, mean_square
 
 
@@ -281,3 +283,15 @@ def test_a_model_with_its_own_generator_is_noted_and_has_a_stable_fingerprint() 
     first, second = (capture(LinearChain(), torch.randn(2, 16), noisy) for _ in range(2))
     assert any("torch.Generator" in note for note in first.notes)
     assert first.fingerprint == second.fingerprint
+
+
+def test_layers_with_equal_partial_functions_are_merged_and_unequal_ones_are_not() -> None:
+    def depths(*approximations: str) -> int:
+        model = TinyGPT(depth=len(approximations))
+        for index, approximate in enumerate(approximations):
+            layer: Any = model.layers[index]
+            layer.act = functools.partial(F.gelu, approximate=approximate)
+        return sum(run.count for run in find_runs(model).runs)
+
+    assert depths("tanh", "tanh", "tanh", "tanh") == 4
+    assert depths("none", "tanh", "tanh", "tanh") == 3

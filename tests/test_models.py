@@ -23,6 +23,7 @@ from autoplan.tracer import trace
         ("llama3-70b", 70_553_706_496),
         ("llama3-405b", 405_853_388_800),
         ("mixtral-8x7b", 46_702_792_704),
+        ("deepseek-v3", 671_026_404_352),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(name: str, num_parameters: int) -> None:
@@ -30,7 +31,10 @@ def test_presets_have_the_published_number_of_parameters(name: str, num_paramete
     loaded = load_model(name, seq=128, dtype=torch.bfloat16, batch_rows=2)
     parameters = list(loaded.model.parameters())
     assert sum(p.numel() for p in parameters) == num_parameters
-    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in parameters)
+    assert all(p.is_meta for p in parameters)
+    others = [n for n, p in loaded.model.named_parameters() if p.dtype != torch.bfloat16]
+    # The library keeps the routers of DeepSeek-V3 in float32.
+    assert all(name.endswith("mlp.gate.weight") for name in others)
     assert {key: tuple(value.shape) for key, value in loaded.batch.items()} == {
         "input_ids": (2, 128),
         "labels": (2, 128),
@@ -41,7 +45,7 @@ def test_presets_have_the_published_number_of_parameters(name: str, num_paramete
 
 
 def test_all_presets_are_tested() -> None:
-    assert len(PRESETS) == 6
+    assert len(PRESETS) == 7
 
 
 def test_mixtral_traces() -> None:
