@@ -75,7 +75,7 @@ def _measure(
         sizes = _sizes(module)
         optimizer = torch.optim.AdamW(module.parameters())
         steps = []
-        for _ in range(3):
+        for _ in range(6):
             optimizer.zero_grad()
             meter = StorageMeter()
             base = meter.baseline(module, optimizer)
