@@ -232,7 +232,9 @@ def _backward(
     for op in reversed(local.ops):
         coming = gradients.take(op.name)
         for name in op.grads:
-            if op.passes_gradient and coming:
+            if op.op is not None and op.op.target == "getitem":
+                gradients.collect(name, coming)
+            elif op.passes_gradient and coming:
                 gradients.pass_on(name, coming)
             else:
                 nbytes = sizes.get(name, 0) or local.value_bytes.get(name, 0)
@@ -290,6 +292,12 @@ class _Gradients:
         for number in coming:
             self.users[number] += 1
         self.held[name] = [*(own or []), *coming]
+
+    def collect(self, name: str, coming: list[int]) -> None:
+        """Add the gradient of one part to those of the other parts of a tuple."""
+        for number in coming:
+            self.users[number] += 1
+        self.held[name] = [*self.held.get(name, []), *coming]
 
     def _add_up(self, name: str, nbytes: int, transient: int) -> None:
         own = self.held[name]

@@ -26,6 +26,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("redistribution", "program", "hf", "interpreter", "processes"),
     ("collectives",),
     (
+        "autocast",
+        "blocks",
+        "custom_ops",
+        "opaque",
         "exporter",
         "matching",
         "segments",
