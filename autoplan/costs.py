@@ -281,11 +281,10 @@ class Pricer:
         side = dict(self.trace.side)
         for call, decision in zip(calls, decisions, strict=True):
             trace_call = self.trace.calls[call]
-            names = {v.name for v in self.trace.blocks[trace_call.block].inputs}
             kept = self.base(trace_call.block, decision, tp).memory.side
             inputs = self.trace.blocks[trace_call.block].inputs
             for value, argument in zip(inputs, trace_call.args, strict=True):
-                if value.name in kept and value.name in names and argument in side:
+                if value.name in kept and argument in side:
                     sizes[argument] = side[argument]
         return sum(sizes.values())
 

@@ -77,7 +77,7 @@ class LocalBlock:
         value_bytes: local size of every value that owns a storage, inputs and states included.
         state_bytes: local size of each state as it is stored.
         state_placements: how each state is stored, as text.
-        full_bytes: bytes of the whole value, for every value.
+        axes: the choice that it was made with.
     """
 
     block: BlockTrace

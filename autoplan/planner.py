@@ -198,7 +198,6 @@ class Planner:
         pricer = self.pricer(setting.microbatch_size)
         total, slowest, once, static = 0, 0, 0, 0
         live = setting.live()[0]
-        held: set[int] = set()
         for call in range(len(pricer.trace.calls)):
             block = pricer.trace.calls[call].block
             decisions = pricer.decisions(block, setting.tp)
@@ -208,7 +207,6 @@ class Planner:
             slowest = max(slowest, fastest)
             once += min(o.once for o in options)
             static += min(o.static for o in options)
-            held.add(block)
         unit = pricer.memory_unit
         capacity = self.cluster.capacity_bytes // unit
         if static > capacity * setting.pp:

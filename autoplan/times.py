@@ -6,7 +6,6 @@ Every number comes from a profile look-up; a `Tally` counts how each was found.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from autoplan.cluster import Cluster
@@ -172,8 +171,3 @@ def _priced_dtype(device: DeviceProfile, dtype: str) -> tuple[str, float]:
         f"profile {device.name} has no speed for {dtype}, it has {known}: build the model in one "
         "of these, or measure a profile with it"
     )
-
-
-def sum_forward(times: Iterable[OpTime]) -> float:
-    """Return the forward seconds of several ops, communication included."""
-    return sum(t.forward_s + t.forward_comm_s for t in times)
