@@ -49,10 +49,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("frontiers",),
     ("costs",),
     ("plan_writer", "simple"),
-    ("verifier", "report"),
+    ("bounds", "setting_solver", "verifier", "report"),
     ("remedies",),
     ("planner",),
-    ("estimating",),
+    ("estimating", "optimizing"),
     (
         "lowering",
         "recompute",
