@@ -40,6 +40,7 @@ from autoplan.stages import (
     slice_program,
     stage_function,
 )
+from autoplan.step_buffers import StepBuffers, changed_states, several_changers
 from autoplan.tensor_parallel import lower_calls, whole_calls
 
 __all__ = ["parallelize"]
@@ -155,11 +156,14 @@ class _Emission:
         plan, program = self.plan, self.program
         cuts = [[block.call for block in stage.blocks] for stage in plan.stages]
         stages = slice_program(program, cuts)
+        _check_stages(program, stages)
         stage = stages[self._rank("pp")]
         root = build_root(self.model, program, stage, takes_unused=stage.index == 0)
         root.to(self.device)
         calls = self._bind_calls(stage, root)
-        source = self._set_function(stage, root, calls)
+        group = self.mesh.get_group("dp") if self.mesh is not None else None
+        buffers = StepBuffers.of(root, changed_states(program, stage), group)
+        source = self._set_function(stage, root, calls, buffers)
         sharder = self._shard(stage, root)
         holder: list[ParallelModule] = []
         run_step = self._runner(stages, stage, root, holder)
@@ -170,6 +174,7 @@ class _Emission:
             sharder=sharder,
             splitter=self._splitter(stage),
             ties=self._ties(stages, stage),
+            buffers=buffers,
             aliases=program.aliases,
             run_step=run_step,
             sources=self._sources(stages, source),
@@ -210,7 +215,13 @@ class _Emission:
                 install(root.get_submodule(call.fqn), block.call, calls[block.call])
         return calls
 
-    def _set_function(self, stage: StageSlice, root: StageRoot, calls: dict[int, BoundCall]) -> str:
+    def _set_function(
+        self,
+        stage: StageSlice,
+        root: StageRoot,
+        calls: dict[int, BoundCall],
+        changed: StepBuffers,
+    ) -> str:
         """Give the root what it runs; returns its text with the text of the graphs it calls."""
         program, count = self.program, self.plan.num_microbatches
         compiled = stage_function(program, stage, self.device)
@@ -229,10 +240,13 @@ class _Emission:
         ) -> tuple[torch.Tensor, ...]:
             side = (*(holder[key] for holder, key in buffers), *constants)
             entered = [_Entry.apply(x) for x in activations]  # type: ignore[no-untyped-call]
+            changed.enter()
             outputs = compiled.function(call, side, *entered, *batch)
+            changed.leave()
             if computes_loss:
                 return (outputs[0].reshape(1) / count,)
-            return tuple(x.to(m.dtype) for x, m in zip(outputs, metas, strict=True))
+            # Only contiguous tensors can be sent.
+            return tuple(x.to(m.dtype).contiguous() for x, m in zip(outputs, metas, strict=True))
 
         root.set_function(run)
         texts = dict.fromkeys(calls[i].source for i in stage.calls)
@@ -346,6 +360,21 @@ class _Emission:
             parts.append(stage_function(self.program, stage, self.device).source)
             texts.append("\n".join(parts))
         return texts
+
+
+def _check_stages(program: Program, stages: Sequence[StageSlice]) -> None:
+    for stage in stages:
+        if len(stages) > 1 and not any(program.calls[i].states for i in stage.calls):
+            names = ", ".join(program.graphs[program.calls[i].graph].name for i in stage.calls)
+            raise PlanError(
+                f"stage {stage.index} ({names}) has no parameter, so no optimizer can be made on "
+                "its ranks: move a border, or lower pp"
+            )
+    for fqn, where in several_changers(program, stages).items():
+        raise PlanError(
+            f"the forward changes {fqn} on stages {where}, whose copies would differ: put the "
+            "blocks that use it on one stage"
+        )
 
 
 class _Hidden(nn.Module):

@@ -209,10 +209,11 @@ def build_root(
     own_blocks = {program.calls[i].fqn for i in stage.calls}
     foreign = tuple(f"{fqn}." for fqn in block_fqns - own_blocks)
     read_anywhere = _read_anywhere(program)
+    wanted = read | tied
     for fqn in _state_fqns(model):
         is_optional = fqn in tied or (takes_unused and fqn not in read_anywhere)
         if fqn in read or (is_optional and not fqn.startswith(foreign)):
-            _place_state(root, fqn, model)
+            _place_state(root, fqn, model, wanted)
     root.train(model.training)
     return root
 
@@ -245,10 +246,15 @@ def _place_module(root: nn.Module, fqn: str, model: nn.Module) -> None:
     _container(root, parent, model)._modules[name] = model.get_submodule(fqn)
 
 
-def _place_state(root: nn.Module, fqn: str, model: nn.Module) -> None:
+def _place_state(root: nn.Module, fqn: str, model: nn.Module, wanted: set[str]) -> None:
+    """Put a state into the root: with its module, where the root wants all that the module has.
+
+    A leaf module may hold a tied weight of this stage and a bias that another stage trains.
+    """
     owner_fqn, _, name = fqn.rpartition(".")
     owner = model.get_submodule(owner_fqn)
-    if owner_fqn and not owner._modules:
+    own = {f"{owner_fqn}.{key}" for key in (*owner._parameters, *owner._buffers)}
+    if owner_fqn and not owner._modules and (own <= wanted or fqn not in wanted):
         parent, _, owner_name = owner_fqn.rpartition(".")
         _container(root, parent, model)._modules[owner_name] = owner
         return
