@@ -30,7 +30,9 @@ def plan_costs(
     for stage, (start, end) in enumerate(zip(starts, ends, strict=True)):
         held: set[str] = set()
         blocks = tuple(
-            _named(names, _title(pricer, call), _block(pricer, setting, call, decisions[call], held))
+            _named(
+                names, _title(pricer, call), _block(pricer, setting, call, decisions[call], held)
+            )
             for call in range(start, end)
         )
         entering, leaving = pricer.crossing(setting, stage, starts)
@@ -38,9 +40,7 @@ def plan_costs(
             StageCosts(
                 blocks=blocks,
                 send_s=pricer.boundary_s(setting, end) if stage < setting.pp - 1 else 0.0,
-                side_bytes=pricer.side_bytes(
-                    range(start, end), decisions[start:end], setting.tp
-                ),
+                side_bytes=pricer.side_bytes(range(start, end), decisions[start:end], setting.tp),
                 input_bytes=pricer.batch_bytes(setting),
                 entering_bytes=entering,
                 leaving_bytes=leaving,

@@ -33,8 +33,8 @@ def simulate(plan: Plan, *, schedule: str | None = None, with_memory: bool = Tru
     costs = plan.costs
     if costs is None:
         raise PlanError(
-            "the plan has no costs to simulate with: plan again with autoplan.optimize or estimate "
-            "(plans written by hand or before version 0.2 have none)"
+            "the plan carries no costs to simulate with: make it again with autoplan.optimize or "
+            "autoplan.estimate, which write them into it"
         )
     name = plan.schedule if schedule is None else schedule
     num_chunks = len(costs.stages) // plan.mesh.pp

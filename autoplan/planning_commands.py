@@ -76,7 +76,11 @@ def plan(
         with _search_bar() as (bar, task):
 
             def show(state: SearchProgress) -> None:
-                best = "none yet" if state.objective is None else format_seconds(state.objective * 1e-9)
+                best = (
+                    "none yet"
+                    if state.objective is None
+                    else format_seconds(state.objective * 1e-9)
+                )
                 total = state.num_settled + state.num_open
                 bar.update(task, completed=state.num_settled, total=total, best=best)
 
@@ -135,10 +139,19 @@ def _dtype(name: str, cluster: Cluster) -> Any:
 def explain(
     plan_file: Annotated[Path, typer.Argument(help="A plan that `autoplan plan --out` wrote.")],
     settings: Annotated[bool, typer.Option(help="Also say why each setting lost.")] = False,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the predicted step as a Chrome trace (chrome://tracing, Perfetto)."
+        ),
+    ] = None,
 ) -> None:
     """Print the report of a saved plan."""
     loaded = Plan.load(plan_file)
     typer.echo(loaded.report())
+    if timeline is not None:
+        loaded.timeline().save(timeline)
+        typer.echo(f"\npredicted timeline written to {timeline}")
     if settings:
         for name, reason in loaded.search.outcomes.items():
             typer.echo(f"  {name}: {reason}")

@@ -169,7 +169,9 @@ def _alternating(
             earlier = backwards[index - weight_delay]
             actions.append(Action(earlier[0], "W", earlier[1]))
     if weight_delay:
-        actions += [Action(s, "W", i) for s, i in backwards[max(0, len(backwards) - weight_delay) :]]
+        actions += [
+            Action(s, "W", i) for s, i in backwards[max(0, len(backwards) - weight_delay) :]
+        ]
     return tuple(actions)
 
 

@@ -149,6 +149,17 @@ def check_actions(actions: ActionLists, num_stages: int, zero_stage: int) -> Non
                 )
     if any(a.stage >= num_stages for a in every):
         raise ValueError(f"the actions name more than the {num_stages} stages that have costs")
+    for own in actions:
+        seen: set[tuple[int, int]] = set()
+        for action in own:
+            key = (action.stage, action.microbatch)
+            if action.kind == "F":
+                seen.add(key)
+            elif key not in seen:
+                raise ValueError(
+                    f"stage {action.stage} runs the backward of micro-batch {action.microbatch} "
+                    "before its forward: put the forward first"
+                )
 
 
 class _RankProgram:
@@ -170,6 +181,7 @@ class _RankProgram:
         self._is_pipeline = len(costs.stages) > 1
         self._stages = sorted({a.stage for a in actions})
         self._gathered: set[tuple[int, int]] = set()
+        self._prefetched: dict[tuple[int, int], list[Label]] = {}
         self._left = {
             stage: sum(a.stage == stage and a.kind in ("B", "W") for a in actions)
             for stage in self._stages
@@ -242,7 +254,7 @@ class _RankProgram:
         return [self._last_compute] if self._last_compute else []
 
     def _tensor_parallel(self, name: str, seconds: float) -> None:
-        """Add collectives inside a block: they need what was computed, and what follows needs them."""
+        """Add collectives of a block: they need what was computed, what follows needs them."""
         if seconds > 0:
             stream = "tensor_parallel"
             self._waits.append(self._add(stream, stream, f"{name} tp", seconds, self._computed))
@@ -294,12 +306,21 @@ class _RankProgram:
         return self._gather_group((stage, block), self._seconds(stage)[block].gather)
 
     def _gather_group(self, group: tuple[int, int], seconds: float) -> list[Label]:
+        if group in self._prefetched:
+            return self._prefetched.pop(group)
         if self._zero == 0 or seconds == 0 or group in self._gathered:
             return []
         self._gathered.add(group)
         after = [self._block_start] if self._block_start else []
         what = "root" if group[1] < 0 else f"{self._names[group[0]][group[1]]}"
         return [self._add("zero", "gather", f"all-gather {what}", seconds, after)]
+
+    def _prefetch(self, stage: int, block: int) -> None:
+        """Gather the block whose backward is next, before the reduction of this one is issued."""
+        groups = (i for i in reversed(range(block)) if not self._is_glue(stage, i))
+        following = next(groups, None)
+        if following is not None:
+            self._prefetched[stage, following] = self._gather(stage, following)
 
     def _backward(self, action: Action) -> None:
         stage = action.stage
@@ -314,6 +335,7 @@ class _RankProgram:
             after = [*arrived, *self._gather(stage, block), *reductions[-2:-1]]
             arrived = []
             self._block_start = self._last_compute
+            self._prefetch(stage, block)
             if seconds.recompute + seconds.recompute_tensor_parallel > 0:
                 self._compute("recompute", action, block, seconds.recompute, after)
                 self._tensor_parallel(name, seconds.recompute_tensor_parallel)

@@ -91,7 +91,7 @@ class BlockSeconds:
         recompute: arithmetic of what runs again in backward.
         forward_tensor_parallel, backward_tensor_parallel, recompute_tensor_parallel: its
             tensor-parallel collectives.
-        gather: one all-gather of its parameters over the data-parallel ranks; 0 where ZeRO has none.
+        gather: one all-gather of its parameters over the data-parallel ranks; 0 under ZeRO 0.
         reduce: one reduction of its gradients over them.
         optimizer: its part of the optimizer step.
     """
