@@ -66,7 +66,7 @@ def plan(
 ) -> None:
     """Find the fastest plan that fits, and prove how far from optimal it can be."""
     from autoplan.models import load_model
-    from autoplan.planner import optimize
+    from autoplan.optimizing import optimize
 
     target = Cluster.parse(cluster)
     if device_memory is not None:
