@@ -19,6 +19,7 @@ from autoplan.plan import (
     Simpler,
     StagePlan,
 )
+from autoplan.plan_costs import plan_costs
 from autoplan.settings import Setting
 
 __all__ = ["write_plan"]
@@ -85,6 +86,7 @@ def write_plan(
             "seed": "0",
         },
         notes=trace.notes,
+        costs=plan_costs(pricer, setting, ends, decisions),
     )
 
 
