@@ -57,6 +57,7 @@ class Planner:
         model: on any device, `meta` too.
         batch: example input, see `autoplan.capturer.capture`.
         loss_fn: likewise.
+        batch_dim: likewise.
         cluster: the devices.
         workload: batch size, optimizer, precision.
         pins: settings that are fixed.
@@ -70,6 +71,7 @@ class Planner:
     workload: Workload
     pins: Mapping[str, Any]
     name: str
+    batch_dim: Any = 0
     tally: Tally = field(default_factory=Tally)
     trace_time_s: float = 0.0
     _traces: dict[int, Trace] = field(default_factory=dict)
@@ -96,6 +98,7 @@ class Planner:
                 self.batch,
                 self.loss_fn,
                 microbatch_size=microbatch_size,
+                batch_dim=self.batch_dim,
                 backend="cpu" if self.cluster.device.name.startswith("cpu") else "cuda",
             )
             self.trace_time_s += time.perf_counter() - start
@@ -447,6 +450,7 @@ def make_planner(
     cluster: Cluster | str,
     batch: Any = None,
     *,
+    batch_dim: Any = 0,
     global_batch_size: int | None = None,
     optimizer: str | type[torch.optim.Optimizer] = "AdamW",
     loss_fn: LossFn | None = None,
@@ -467,7 +471,7 @@ def make_planner(
         from autoplan.models import example_batch
 
         batch = example_batch(model)
-    rows = global_batch_size if global_batch_size is not None else batch_rows(batch)
+    rows = global_batch_size if global_batch_size is not None else batch_rows(batch, batch_dim)
     if rows < 1:
         raise ValueError(f"global_batch_size is {rows}; it must be at least 1")
     optimizer_name = optimizer if isinstance(optimizer, str) else optimizer.__name__
@@ -488,6 +492,7 @@ def make_planner(
         workload=workload,
         pins=pins,
         name=name or type(model).__name__,
+        batch_dim=batch_dim,
     )
 
 
@@ -512,6 +517,7 @@ def optimize(
     cluster: Cluster | str,
     batch: Any = None,
     *,
+    batch_dim: Any = 0,
     global_batch_size: int | None = None,
     optimizer: str | type[torch.optim.Optimizer] = "AdamW",
     loss_fn: LossFn | None = None,
@@ -528,6 +534,7 @@ def optimize(
         model: any module, on any device, `meta` too; it is left as it is.
         cluster: the devices, or text such as `4x8:a100_sxm_80gb`.
         batch: example input; may be left out where the model can say what its inputs are.
+        batch_dim: where the batch lies in it; see `autoplan.capturer.capture`.
         global_batch_size: rows of a step over all devices; default: the rows of `batch`.
         optimizer: class or name.
         loss_fn: see `autoplan.capturer.capture`.
@@ -549,6 +556,7 @@ def optimize(
         model,
         cluster,
         batch,
+        batch_dim=batch_dim,
         global_batch_size=global_batch_size,
         optimizer=optimizer,
         loss_fn=loss_fn,
