@@ -47,6 +47,7 @@ def trace(
     loss_fn: LossFn | None = None,
     *,
     microbatch_size: int | None = None,
+    batch_dim: Any = 0,
     backend: Backend = "cpu",
     autocast: torch.dtype | None = None,
 ) -> Trace:
@@ -57,13 +58,21 @@ def trace(
         batch: example input; see `capture` for the forms.
         loss_fn: as for `capture`.
         microbatch_size: rows to trace; None takes the batch as it is.
+        batch_dim: as for `capture`.
         backend: device whose kept tensors are wanted; see `autoplan.backends`.
         autocast: as for `capture`.
 
     Raises:
         TraceError: the model cannot be captured; names the module, the line and the reason.
     """
-    program = capture(model, batch, loss_fn, microbatch_size=microbatch_size, autocast=autocast)
+    program = capture(
+        model,
+        batch,
+        loss_fn,
+        microbatch_size=microbatch_size,
+        batch_dim=batch_dim,
+        autocast=autocast,
+    )
     return trace_program(program, backend=backend, model_name=type(model).__name__)
 
 
@@ -106,6 +115,7 @@ def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str
             _value_trace(name, meta, is_activation=False)
             for name, meta in zip(program.inputs, program.input_metas, strict=True)
         ),
+        batch_dims=program.batch_dims,
         blocks=blocks,
         calls=tuple(
             CallTrace(block=c.graph, fqn=c.fqn, args=c.args, outs=c.outs, states=c.states)
