@@ -283,7 +283,8 @@ class _ChoiceModel:
             seconds += 0.0 if pick.keep or not self.redone[name] else time.forward_s
             memory = op.mark_bytes // out_split if pick.keep and option.output != "P" else 0
         else:
-            memory = sum(t.nbytes for t in op.saved if not t.value) // split
+            inside = {"", *(cast.value for cast in op.casts)}
+            memory = sum(t.nbytes for t in op.saved if t.value in inside) // split
             if name in self.saved and option.output != "P":
                 memory += nbytes // out_split
         return ChoiceOption(produces=produces, time=_ticks(seconds), memory=self._units(memory))
