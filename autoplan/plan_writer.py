@@ -19,7 +19,7 @@ from autoplan.plan import (
     Simpler,
     StagePlan,
 )
-from autoplan.plan_costs import plan_costs
+from autoplan.plan_costs import costs_of_plan
 from autoplan.settings import Setting
 
 __all__ = ["write_plan"]
@@ -87,7 +87,7 @@ def write_plan(
             "seed": "0",
         },
         notes=trace.notes,
-        costs=plan_costs(pricer, setting, ends, decisions),
+        costs=costs_of_plan(pricer, setting, ends, decisions),
     )
 
 
