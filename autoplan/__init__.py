@@ -27,7 +27,7 @@ from autoplan.plan import Plan
 if TYPE_CHECKING:
     from autoplan.custom_ops import register_op
     from autoplan.estimating import Estimate, estimate
-    from autoplan.planner import optimize
+    from autoplan.optimizing import optimize
     from autoplan.tracer import trace
     from autoplan.verifier import verify_plan
 
@@ -54,7 +54,7 @@ __all__ = [
 _LAZY = {
     "Estimate": "autoplan.estimating",
     "estimate": "autoplan.estimating",
-    "optimize": "autoplan.planner",
+    "optimize": "autoplan.optimizing",
     "register_op": "autoplan.custom_ops",
     "trace": "autoplan.tracer",
     "verify_plan": "autoplan.verifier",

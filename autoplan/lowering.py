@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from autoplan.axis_rules import arguments, op_name
+from autoplan.axis_labels import arguments, op_name
 from autoplan.collectives import Redistribute, local_shape, placement_word
 from autoplan.graph import Placement, ShardOption
 from autoplan.program import BlockGraph, Op, Ref, TensorMeta, map_refs

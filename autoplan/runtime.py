@@ -88,9 +88,10 @@ class BatchSplitter:
                 parts = f"{self.num_microbatches} micro-batches of {self.rows} rows"
                 if rows > self.rows * self.num_microbatches:
                     parts += f" on each of {self.dp} ranks"
+                where = f"{key}, dimension {dim}" if dim else key
                 raise ValueError(
-                    f"{what} has {got} rows in dimension {dim} of {key}, it must have {rows} "
-                    f"({parts}): pass train_step what shard_batch(global_batch) returns"
+                    f"{what} has {got} rows in {where}, it must have {rows} ({parts}): pass "
+                    "train_step what shard_batch(global_batch) returns"
                 )
         return leaves
 
@@ -153,7 +154,8 @@ class ParallelModule(nn.Module):
 
         Args:
             batch: this rank's rows (`shard_batch(global_batch)`): `num_microbatches *
-                microbatch_size` in the batch dimension. Ranks that differ in tp or pp only get the same.
+                microbatch_size` in the batch dimension. Ranks that differ in tp or pp only get the
+                same.
 
         Raises:
             ValueError: the batch has another size than the plan's.

@@ -13,10 +13,10 @@ from torch import nn
 import autoplan
 from autoplan.batches import BatchDims, batch_dims, batch_rows, microbatch_like
 from autoplan.capturer import capture
-from autoplan.cli import parse_batch_dim
 from autoplan.emitter import parallelize
 from autoplan.errors import TraceError
 from autoplan.plan import Plan
+from autoplan.planning_commands import parse_batch_dim
 from autoplan.training import global_batch
 from tests.distributed import run_workers
 from tests.numerics import compare
@@ -102,6 +102,7 @@ def build(name: str) -> tuple[nn.Module, Any, Callable[..., torch.Tensor]]:
 def alone(name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return loss and gradients of the user's own module on the whole batch."""
     model, batch, loss_fn = build(name)
+    loss: Any
     if isinstance(batch, tuple):
         loss = loss_fn(model(batch[0]), batch[1])
     else:

@@ -39,7 +39,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "kernels",
         "opcost",
         "axes",
+        "axis_labels",
         "axis_rules",
+        "view_rules",
         "sharding",
         "runner",
         "layout_check",
@@ -49,10 +51,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("frontiers",),
     ("costs",),
     ("plan_writer", "simple"),
-    ("verifier", "report"),
+    ("bounds", "setting_solver", "verifier", "report"),
     ("remedies",),
     ("planner",),
-    ("estimating",),
+    ("estimating", "optimizing"),
     (
         "lowering",
         "recompute",
@@ -66,6 +68,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "emitter",
     ),
     ("training",),
+    ("planning_commands", "running_commands"),
     ("cli",),
 )
 LAYER_OF = {name: index for index, layer in enumerate(LAYERS) for name in layer}
