@@ -127,7 +127,7 @@ def test_a_schedule_runs_every_micro_batch_of_its_own_stages_once(
     for rank, own in enumerate(schedule_actions(name, pp, m, num_chunks)):
         backward = ("I", "W") if name == "zero_bubble" else ("B",)
         expected = {
-            Action(chunk * pp + rank, kind, i)  # type: ignore[arg-type]
+            Action(chunk * pp + rank, kind, i)
             for chunk in range(num_chunks)
             for kind in ("F", *backward)
             for i in range(m)
