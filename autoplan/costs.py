@@ -471,8 +471,14 @@ class Pricer:
         )
 
     def batch_bytes(self, setting: Setting) -> int:
-        """Return bytes of this rank's share of the batch for one step."""
-        return sum(v.nbytes for v in self.trace.inputs) * setting.num_microbatches
+        """Return bytes of this rank's share of the batch for one step.
+
+        Micro-batches are slices of it, but copies where the batch is not dimension 0.
+        """
+        dims = self.trace.batch_dims or (0,) * len(self.trace.inputs)
+        pairs = zip(self.trace.inputs, dims, strict=True)
+        nbytes = sum(value.nbytes * (2 if dim else 1) for value, dim in pairs)
+        return nbytes * setting.num_microbatches
 
 
 def _has_weight_gradient(op: LocalOp) -> bool:

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
-from torch.utils import _pytree as pytree
 
 from autoplan import compat
-from autoplan.batches import batch_rows
+from autoplan.batches import BatchDims
 from autoplan.calls import BoundCall, install
 from autoplan.capturer import capture
 from autoplan.errors import EmitError, PlanError
@@ -40,6 +39,7 @@ from autoplan.stages import (
     slice_program,
     stage_function,
 )
+from autoplan.step_buffers import StepBuffers, changed_states, several_changers
 from autoplan.tensor_parallel import lower_calls, whole_calls
 
 __all__ = ["parallelize"]
@@ -79,7 +79,7 @@ def parallelize(
     if plan.mixed_precision != "none":
         _store_in_float32(model)
     mesh = _mesh(plan, place, timeout_s)
-    module = _Emission(plan, program, model, batch, place, mesh, timeout_s).build()
+    module = _Emission(plan, program, model, place, mesh, timeout_s).build()
     seed_ranks(plan.mesh)
     return module
 
@@ -115,7 +115,13 @@ def _recapture(
             f"{on_meta[0]} is on the meta device: give the model its weights before running a plan"
         )
     try:
-        program = capture(model, batch, loss_fn, microbatch_size=plan.microbatch_size)
+        program = capture(
+            model,
+            batch,
+            loss_fn,
+            microbatch_size=plan.microbatch_size,
+            batch_dim=BatchDims(plan.batch_dims) if plan.batch_dims else 0,
+        )
     except Exception as error:  # handed to `agree`, which raises it on every rank
         return None, error
     if program.fingerprint != plan.fingerprint:
@@ -145,7 +151,6 @@ class _Emission:
     plan: Plan
     program: Program
     model: nn.Module
-    batch: Any
     device: torch.device
     mesh: DeviceMesh | None
     timeout_s: float
@@ -155,11 +160,14 @@ class _Emission:
         plan, program = self.plan, self.program
         cuts = [[block.call for block in stage.blocks] for stage in plan.stages]
         stages = slice_program(program, cuts)
+        _check_stages(program, stages)
         stage = stages[self._rank("pp")]
         root = build_root(self.model, program, stage, takes_unused=stage.index == 0)
         root.to(self.device)
         calls = self._bind_calls(stage, root)
-        source = self._set_function(stage, root, calls)
+        group = self.mesh.get_group("dp") if self.mesh is not None else None
+        buffers = StepBuffers.of(root, changed_states(program, stage), group)
+        source = self._set_function(stage, root, calls, buffers)
         sharder = self._shard(stage, root)
         holder: list[ParallelModule] = []
         run_step = self._runner(stages, stage, root, holder)
@@ -170,6 +178,7 @@ class _Emission:
             sharder=sharder,
             splitter=self._splitter(stage),
             ties=self._ties(stages, stage),
+            buffers=buffers,
             aliases=program.aliases,
             run_step=run_step,
             sources=self._sources(stages, source),
@@ -210,7 +219,13 @@ class _Emission:
                 install(root.get_submodule(call.fqn), block.call, calls[block.call])
         return calls
 
-    def _set_function(self, stage: StageSlice, root: StageRoot, calls: dict[int, BoundCall]) -> str:
+    def _set_function(
+        self,
+        stage: StageSlice,
+        root: StageRoot,
+        calls: dict[int, BoundCall],
+        changed: StepBuffers,
+    ) -> str:
         """Give the root what it runs; returns its text with the text of the graphs it calls."""
         program, count = self.program, self.plan.num_microbatches
         compiled = stage_function(program, stage, self.device)
@@ -229,10 +244,13 @@ class _Emission:
         ) -> tuple[torch.Tensor, ...]:
             side = (*(holder[key] for holder, key in buffers), *constants)
             entered = [_Entry.apply(x) for x in activations]  # type: ignore[no-untyped-call]
+            changed.enter()
             outputs = compiled.function(call, side, *entered, *batch)
+            changed.leave()
             if computes_loss:
                 return (outputs[0].reshape(1) / count,)
-            return tuple(x.to(m.dtype) for x, m in zip(outputs, metas, strict=True))
+            # Only contiguous tensors can be sent.
+            return tuple(x.to(m.dtype).contiguous() for x, m in zip(outputs, metas, strict=True))
 
         root.set_function(run)
         texts = dict.fromkeys(calls[i].source for i in stage.calls)
@@ -298,12 +316,10 @@ class _Emission:
         )
 
     def _splitter(self, stage: StageSlice) -> BatchSplitter:
-        rows = batch_rows(self.batch)
-        leaves = [x for x in pytree.tree_leaves(self.batch) if isinstance(x, torch.Tensor)]
         inputs = self.program.inputs
         return BatchSplitter(
             keys=self.program.input_keys,
-            has_rows=tuple(x.dim() > 0 and x.shape[0] == rows for x in leaves),
+            batch_dims=self.program.batch_dims,
             wanted=tuple(inputs.index(name) for name in stage.batch_inputs),
             rows=self.plan.microbatch_size,
             num_microbatches=self.plan.num_microbatches,
@@ -346,6 +362,21 @@ class _Emission:
             parts.append(stage_function(self.program, stage, self.device).source)
             texts.append("\n".join(parts))
         return texts
+
+
+def _check_stages(program: Program, stages: Sequence[StageSlice]) -> None:
+    for stage in stages:
+        if len(stages) > 1 and not any(program.calls[i].states for i in stage.calls):
+            names = ", ".join(program.graphs[program.calls[i].graph].name for i in stage.calls)
+            raise PlanError(
+                f"stage {stage.index} ({names}) has no parameter, so no optimizer can be made on "
+                "its ranks: move a border, or lower pp"
+            )
+    for fqn, where in several_changers(program, stages).items():
+        raise PlanError(
+            f"the forward changes {fqn} on stages {where}, whose copies would differ: put the "
+            "blocks that use it on one stage"
+        )
 
 
 class _Hidden(nn.Module):

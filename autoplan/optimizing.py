@@ -33,6 +33,7 @@ def optimize(
     cluster: Cluster | str,
     batch: Any = None,
     *,
+    batch_dim: Any = 0,
     global_batch_size: int | None = None,
     optimizer: str | type[torch.optim.Optimizer] = "AdamW",
     loss_fn: LossFn | None = None,
@@ -49,6 +50,7 @@ def optimize(
         model: any module, on any device, `meta` too; it is left as it is.
         cluster: the devices, or text such as `4x8:a100_sxm_80gb`.
         batch: example input; may be left out where the model can say what its inputs are.
+        batch_dim: where the batch lies in it; see `autoplan.capturer.capture`.
         global_batch_size: rows of a step over all devices; default: the rows of `batch`.
         optimizer: class or name.
         loss_fn: see `autoplan.capturer.capture`.
@@ -70,6 +72,7 @@ def optimize(
         model,
         cluster,
         batch,
+        batch_dim=batch_dim,
         global_batch_size=global_batch_size,
         optimizer=optimizer,
         loss_fn=loss_fn,

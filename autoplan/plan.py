@@ -198,6 +198,8 @@ class Plan:
         zero_stage: 0 to 3.
         microbatch_size: rows of one micro-batch on one rank.
         num_microbatches: micro-batches per step and rank.
+        batch_dims: per tensor of the batch its batch dimension, None for one without a batch;
+            empty: dimension 0.
         global_batch_size: dp * num_microbatches * microbatch_size.
         schedule: `none` without a pipeline.
         mixed_precision: `bfloat16` computes in it over parameters of the model's own dtype.
@@ -223,6 +225,7 @@ class Plan:
     zero_stage: int
     microbatch_size: int
     num_microbatches: int
+    batch_dims: tuple[int | None, ...] = ()
     global_batch_size: int
     schedule: Schedule
     mixed_precision: Literal["none", "bfloat16"] = "none"

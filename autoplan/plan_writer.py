@@ -55,6 +55,7 @@ def write_plan(
         zero_stage=setting.zero_stage,
         microbatch_size=setting.microbatch_size,
         num_microbatches=setting.num_microbatches,
+        batch_dims=trace.batch_dims,
         global_batch_size=pricer.workload.global_batch_size,
         schedule=setting.schedule,
         mixed_precision=pricer.workload.mixed_precision,

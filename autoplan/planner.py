@@ -48,6 +48,7 @@ class Planner:
         model: on any device, `meta` too.
         batch: example input, see `autoplan.capturer.capture`.
         loss_fn: likewise.
+        batch_dim: likewise.
         cluster: the devices.
         workload: batch size, optimizer, precision.
         pins: settings that are fixed.
@@ -62,6 +63,7 @@ class Planner:
     workload: Workload
     pins: Mapping[str, Any]
     name: str
+    batch_dim: Any = 0
     tally: Tally = field(default_factory=Tally)
     trace_time_s: float = 0.0
     _traces: dict[int, Trace] = field(default_factory=dict)
@@ -88,6 +90,7 @@ class Planner:
                 self.batch,
                 self.loss_fn,
                 microbatch_size=microbatch_size,
+                batch_dim=self.batch_dim,
                 backend="cpu" if self.cluster.device.name.startswith("cpu") else "cuda",
             )
             self.trace_time_s += time.perf_counter() - start
@@ -217,6 +220,7 @@ def make_planner(
     cluster: Cluster | str,
     batch: Any = None,
     *,
+    batch_dim: Any = 0,
     global_batch_size: int | None = None,
     optimizer: str | type[torch.optim.Optimizer] = "AdamW",
     loss_fn: LossFn | None = None,
@@ -237,7 +241,7 @@ def make_planner(
         from autoplan.models import example_batch
 
         batch = example_batch(model)
-    rows = global_batch_size if global_batch_size is not None else batch_rows(batch)
+    rows = global_batch_size if global_batch_size is not None else batch_rows(batch, batch_dim)
     if rows < 1:
         raise ValueError(f"global_batch_size is {rows}; it must be at least 1")
     optimizer_name = optimizer if isinstance(optimizer, str) else optimizer.__name__
@@ -258,6 +262,7 @@ def make_planner(
         workload=workload,
         pins=pins,
         name=name or type(model).__name__,
+        batch_dim=batch_dim,
     )
 
 

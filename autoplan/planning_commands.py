@@ -17,7 +17,7 @@ from autoplan.units import format_seconds
 if TYPE_CHECKING:
     from autoplan.search.mesh import Progress as SearchProgress
 
-__all__ = ["explain", "parse_pins", "plan", "verify"]
+__all__ = ["explain", "parse_batch_dim", "parse_pins", "plan", "verify"]
 
 _console = Console(stderr=True)
 ModelArgument = Annotated[
@@ -46,6 +46,32 @@ def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
     return pins
 
 
+def parse_batch_dim(text: str) -> Any:
+    """Return what `1`, `1,0` or `ids=0,position_ids=1,mask=none` tells of a batch.
+
+    Raises:
+        ValueError: a part is no number and not `none`, or only some parts have names.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    named = {name: value for name, equals, value in (p.partition("=") for p in parts) if equals}
+    if named and len(named) != len(parts):
+        raise ValueError(f"--batch-dim {text!r}: name every part, as in ids=0,mask=none, or none")
+
+    def one(value: str) -> int | None:
+        if value.lower() == "none":
+            return None
+        if not value.removeprefix("-").isdigit():
+            raise ValueError(
+                f"--batch-dim {text!r}: {value!r} is no dimension; write 1 for all inputs, 1,0 for "
+                "the parts of a tuple, or ids=0,mask=none for the keys of a mapping"
+            )
+        return int(value)
+
+    if named:
+        return {name: one(value) for name, value in named.items()}
+    return one(parts[0]) if len(parts) == 1 else tuple(map(one, parts))
+
+
 def plan(
     model: ModelArgument,
     cluster: Annotated[
@@ -61,6 +87,9 @@ def plan(
     dtype: Annotated[
         str, typer.Option(help="Of presets and configs; auto: bfloat16 on GPUs, float32 on CPU.")
     ] = "auto",
+    batch_dim: Annotated[
+        str, typer.Option(help="Where the batch lies in the inputs: 1, or 1,0, or x=1,mask=none.")
+    ] = "0",
     time_limit: Annotated[float, typer.Option(help="Seconds; then the best so far.")] = 300.0,
     out: Annotated[Path | None, typer.Option(help="Write the plan as JSON.")] = None,
 ) -> None:
@@ -88,6 +117,7 @@ def plan(
                 loaded.model,
                 target,
                 loaded.batch,
+                batch_dim=parse_batch_dim(batch_dim),
                 global_batch_size=global_batch,
                 optimizer=optimizer,
                 loss_fn=loaded.loss_fn,
@@ -164,6 +194,7 @@ def verify(
     seq: Annotated[int | None, typer.Option(help="Tokens per row, as planned.")] = None,
 ) -> None:
     """Check a saved plan against the numbered rules; exit code 1 when one is broken."""
+    from autoplan.batches import BatchDims
     from autoplan.models import load_model
     from autoplan.tracer import trace
     from autoplan.verifier import verify_plan
@@ -176,6 +207,7 @@ def verify(
         loaded.batch,
         loaded.loss_fn,
         microbatch_size=loaded_plan.microbatch_size,
+        batch_dim=BatchDims(loaded_plan.batch_dims) if loaded_plan.batch_dims else 0,
         backend="cpu" if target.device.name.startswith("cpu") else "cuda",
     )
     broken = verify_plan(loaded_plan, traced, target)

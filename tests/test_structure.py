@@ -64,6 +64,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "sharded_ops",
         "sharders",
         "stages",
+        "step_buffers",
         "tensor_parallel",
         "executor",
         "runtime",
