@@ -19,8 +19,8 @@ from autoplan.plan import (
     Simpler,
     StagePlan,
 )
-from autoplan.plan_costs import costs_of_plan
 from autoplan.settings import Setting
+from autoplan.stage_pricing import plan_costs
 
 __all__ = ["write_plan"]
 
@@ -87,7 +87,7 @@ def write_plan(
             "seed": "0",
         },
         notes=trace.notes,
-        costs=costs_of_plan(pricer, setting, ends, decisions),
+        costs=plan_costs(pricer, setting, ends, decisions),
     )
 
 

@@ -52,7 +52,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("settings", "local", "times", "liveness", "memory", "scaling"),
     ("frontiers",),
     ("costs",),
-    ("plan_costs", "plan_timeline"),
+    ("stage_pricing", "plan_timeline"),
     ("plan_writer", "simple"),
     ("bounds", "setting_solver", "verifier", "report"),
     ("remedies",),

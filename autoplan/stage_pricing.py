@@ -10,10 +10,10 @@ from autoplan.settings import Setting
 from autoplan.stage_costs import BlockCosts, BlockSeconds, PlanCosts, StageCosts
 from autoplan.times import overlaps_communication
 
-__all__ = ["costs_of_plan"]
+__all__ = ["plan_costs"]
 
 
-def costs_of_plan(
+def plan_costs(
     pricer: Pricer, setting: Setting, ends: Sequence[int], decisions: Sequence[Decision]
 ) -> PlanCosts:
     """Return the costs of a plan's stages.
