@@ -76,7 +76,11 @@ def plan(
         with _search_bar() as (bar, task):
 
             def show(state: SearchProgress) -> None:
-                best = "none yet" if state.objective is None else format_seconds(state.objective * 1e-9)
+                best = (
+                    "none yet"
+                    if state.objective is None
+                    else format_seconds(state.objective * 1e-9)
+                )
                 total = state.num_settled + state.num_open
                 bar.update(task, completed=state.num_settled, total=total, best=best)
 

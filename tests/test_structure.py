@@ -48,6 +48,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "tracer",
     ),
     ("settings", "local", "times", "liveness", "memory", "scaling"),
+    ("block_choice",),
     ("frontiers",),
     ("costs",),
     ("plan_writer", "simple"),
