@@ -50,6 +50,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "tracer",
     ),
     ("settings", "local", "times", "liveness", "memory", "scaling"),
+    ("block_choice",),
     ("frontiers",),
     ("costs",),
     ("stage_pricing", "plan_timeline"),
