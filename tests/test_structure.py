@@ -62,6 +62,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "sharders",
         "stages",
         "step_buffers",
+        "step_means",
+        "pipeline_runner",
         "tensor_parallel",
         "executor",
         "runtime",
