@@ -14,7 +14,7 @@ from autoplan.cluster import Cluster
 from autoplan.frontiers import Decision, block_decisions, plain_decision
 from autoplan.graph import Trace
 from autoplan.liveness import BlockMemory, block_memory, redone_ops
-from autoplan.local import LocalBlock, localize
+from autoplan.local import LocalBlock, LocalOp, localize
 from autoplan.memory import (
     GroupBytes,
     StageBlock,
@@ -44,6 +44,8 @@ class _BlockBase:
     comm_forward_s: float
     comm_backward_s: float
     redo_s: float
+    redo_comm_s: float
+    weight_backward_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +166,10 @@ class Pricer:
             comm_forward_s=sum(t.forward_comm_s for t in times.values()),
             comm_backward_s=sum(t.backward_comm_s for t in times.values()),
             redo_s=sum(t.forward_s + t.forward_comm_s for t in redone),
+            redo_comm_s=sum(t.forward_comm_s for t in redone),
+            weight_backward_s=sum(
+                times[op.name].backward_s / 2 for op in local.ops if _has_weight_gradient(op)
+            ),
         )
 
     def group(self, call: int, decision: Decision, setting: Setting, held: set[str]) -> GroupBytes:
@@ -240,19 +246,28 @@ class Pricer:
         step and reduce-scatters for every micro-batch, stage 1 does both once a step; stage 0
         all-reduces once a step (Rajbhandari et al. 2020, section 7; docs/design/memory-of-fsdp.md).
         """
-        if setting.dp == 1 or group.gathered == 0:
-            return 0.0, 0.0, 0.0
-        link = self.cluster.link_for(setting.dp, setting.tp)
-        dp = setting.dp
-        if setting.zero_stage == 0:
-            return 0.0, 0.0, link.collective_time_s("all_reduce", group.gathered_grads, dp)
-        gather = link.collective_time_s("all_gather", group.gathered, dp)
-        reduce = link.collective_time_s("reduce_scatter", group.gathered_grads, dp)
-        if setting.zero_stage == 1:
+        gather, reduce = self.zero_seconds(group, setting)
+        if setting.zero_stage <= 1:
             return 0.0, 0.0, gather + reduce
         if setting.zero_stage == 2:
             return 0.0, reduce, gather
         return gather, reduce, 0.0
+
+    def zero_seconds(self, group: GroupBytes, setting: Setting) -> tuple[float, float]:
+        """Return seconds of one gather of a group's parameters and one reduction of its gradients.
+
+        Stage 0 never gathers and all-reduces; the others reduce-scatter.
+        """
+        if setting.dp == 1 or group.gathered == 0:
+            return 0.0, 0.0
+        link = self.cluster.link_for(setting.dp, setting.tp)
+        if setting.zero_stage == 0:
+            nbytes = group.gathered_grads
+            return 0.0, link.collective_time_s("all_reduce", nbytes, setting.dp)
+        return (
+            link.collective_time_s("all_gather", group.gathered, setting.dp),
+            link.collective_time_s("reduce_scatter", group.gathered_grads, setting.dp),
+        )
 
     def _optimizer_time(self, group: GroupBytes, setting: Setting) -> float:
         shards = setting.dp if setting.zero_stage >= 1 else 1
@@ -456,8 +471,25 @@ class Pricer:
         )
 
     def batch_bytes(self, setting: Setting) -> int:
-        """Return bytes of this rank's share of the batch for one step."""
-        return sum(v.nbytes for v in self.trace.inputs) * setting.num_microbatches
+        """Return bytes of this rank's share of the batch for one step.
+
+        Micro-batches are slices of it, but copies where the batch is not dimension 0.
+        """
+        dims = self.trace.batch_dims or (0,) * len(self.trace.inputs)
+        pairs = zip(self.trace.inputs, dims, strict=True)
+        nbytes = sum(value.nbytes * (2 if dim else 1) for value, dim in pairs)
+        return nbytes * setting.num_microbatches
+
+
+def _has_weight_gradient(op: LocalOp) -> bool:
+    """Return whether an op's backward is two equal products, one of them for its weights."""
+    traced = op.op
+    return (
+        traced is not None
+        and traced.kind == "gemm"
+        and traced.forward_flops > 0
+        and round(traced.backward_flops / traced.forward_flops) >= 2
+    )
 
 
 def _ticks(seconds: float) -> int:

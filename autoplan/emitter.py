@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils import _pytree as pytree
 
 from autoplan import compat
-from autoplan.batches import batch_rows
+from autoplan.batches import BatchDims
 from autoplan.calls import BoundCall, install
 from autoplan.capturer import capture
 from autoplan.errors import EmitError, PlanError
@@ -82,7 +81,7 @@ def parallelize(
     if plan.mixed_precision != "none":
         _store_in_float32(model)
     mesh = _mesh(plan, place, timeout_s)
-    module = _Emission(plan, program, model, batch, place, mesh, timeout_s).build()
+    module = _Emission(plan, program, model, place, mesh, timeout_s).build()
     seed_ranks(plan.mesh)
     return module
 
@@ -118,7 +117,13 @@ def _recapture(
             f"{on_meta[0]} is on the meta device: give the model its weights before running a plan"
         )
     try:
-        program = capture(model, batch, loss_fn, microbatch_size=plan.microbatch_size)
+        program = capture(
+            model,
+            batch,
+            loss_fn,
+            microbatch_size=plan.microbatch_size,
+            batch_dim=BatchDims(plan.batch_dims) if plan.batch_dims else 0,
+        )
     except Exception as error:  # handed to `agree`, which raises it on every rank
         return None, error
     if program.fingerprint != plan.fingerprint:
@@ -148,7 +153,6 @@ class _Emission:
     plan: Plan
     program: Program
     model: nn.Module
-    batch: Any
     device: torch.device
     mesh: DeviceMesh | None
     timeout_s: float
@@ -315,12 +319,10 @@ class _Emission:
         )
 
     def _splitter(self, stage: StageSlice) -> BatchSplitter:
-        rows = batch_rows(self.batch)
-        leaves = [x for x in pytree.tree_leaves(self.batch) if isinstance(x, torch.Tensor)]
         inputs = self.program.inputs
         return BatchSplitter(
             keys=self.program.input_keys,
-            has_rows=tuple(x.dim() > 0 and x.shape[0] == rows for x in leaves),
+            batch_dims=self.program.batch_dims,
             wanted=tuple(inputs.index(name) for name in stage.batch_inputs),
             rows=self.plan.microbatch_size,
             num_microbatches=self.plan.num_microbatches,

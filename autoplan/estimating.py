@@ -60,6 +60,7 @@ def estimate(
     cluster: Cluster | str,
     batch: Any = None,
     *,
+    batch_dim: Any = 0,
     global_batch_size: int | None = None,
     optimizer: Any = "AdamW",
     loss_fn: LossFn | None = None,
@@ -77,8 +78,8 @@ def estimate(
     """Return what a given configuration takes and needs.
 
     Args:
-        model, cluster, batch, global_batch_size, optimizer, loss_fn, mixed_precision, name: as in
-            `autoplan.optimize`.
+        model, cluster, batch, batch_dim, global_batch_size, optimizer, loss_fn, mixed_precision,
+            name: as in `autoplan.optimize`.
         dp, tp, pp: degrees; dp defaults to what the cluster leaves.
         zero_stage: 0 to 3; without data parallelism nothing is sharded.
         microbatch_size: rows.
@@ -93,6 +94,7 @@ def estimate(
         model,
         cluster,
         batch,
+        batch_dim=batch_dim,
         global_batch_size=global_batch_size,
         optimizer=optimizer,
         loss_fn=loss_fn,

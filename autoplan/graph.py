@@ -237,6 +237,7 @@ class Trace:
         model: class name, for people.
         microbatch_size: size of the batch dimension at capture.
         inputs: batch leaves.
+        batch_dims: per batch leaf its batch dimension, None for a leaf without a batch.
         blocks: block classes.
         calls: the chain, in execution order.
         side: side values that a stage may rebuild, with bytes (name, nbytes).
@@ -255,6 +256,7 @@ class Trace:
     model: str
     microbatch_size: int
     inputs: tuple[ValueTrace, ...]
+    batch_dims: tuple[int | None, ...] = ()
     blocks: tuple[BlockTrace, ...]
     calls: tuple[CallTrace, ...]
     side: tuple[tuple[str, int], ...]

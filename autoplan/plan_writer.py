@@ -19,6 +19,7 @@ from autoplan.plan import (
     Simpler,
     StagePlan,
 )
+from autoplan.plan_costs import plan_costs
 from autoplan.settings import Setting
 
 __all__ = ["write_plan"]
@@ -54,6 +55,7 @@ def write_plan(
         zero_stage=setting.zero_stage,
         microbatch_size=setting.microbatch_size,
         num_microbatches=setting.num_microbatches,
+        batch_dims=trace.batch_dims,
         global_batch_size=pricer.workload.global_batch_size,
         schedule=setting.schedule,
         mixed_precision=pricer.workload.mixed_precision,
@@ -85,6 +87,7 @@ def write_plan(
             "seed": "0",
         },
         notes=trace.notes,
+        costs=plan_costs(pricer, setting, ends, decisions),
     )
 
 

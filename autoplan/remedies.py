@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from autoplan.bounds import layout_reason
 from autoplan.cluster import Cluster
 from autoplan.costs import Pricer
 from autoplan.errors import AutoplanError, InfeasibleError
@@ -55,7 +56,7 @@ def least_memory(planner: Planner, enough: int = 0) -> Least:
         enough: bytes with which the search may stop; 0: never.
     """
     every = planner.settings()
-    settings = [s for s in every if planner.layout_reason(s) is None] or every
+    settings = [s for s in every if layout_reason(planner, s) is None] or every
     smallest = min(s.microbatch_size for s in settings)
     best: Least | None = None
     stages = (0, 3) if "zero_stage" not in planner.pins else (0, 1, 2, 3)
@@ -198,7 +199,7 @@ def _fits(
 
     On other nodes the decisions are those of this cluster: their memory does not depend on it.
     """
-    changed = replace(planner, _pricers={}, _ops_bounds={})
+    changed = replace(planner, _pricers={}, ops_bounds={})
     if pins is not None:
         changed.pins = pins
     if cluster is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 
 from autoplan.errors import EmitError
 from autoplan.executor import CompiledFunction, Writer
-from autoplan.program import Op, Program, TensorMeta
+from autoplan.program import Op, Program, Ref, TensorMeta, map_refs
 
 __all__ = [
     "StageRoot",
@@ -117,7 +117,7 @@ def stage_function(program: Program, stage: StageSlice, device: torch.device) ->
         writer.add(f"{', '.join(side)}{',' if len(side) == 1 else ''} = side")
     for index, item in enumerate(items):
         if item.op is not None:
-            writer.op(item.op)
+            writer.op(_renamed(item.op, names))
         else:
             call = program.calls[item.call]
             outs = "".join(f"{names[n]}, " for n in call.outs).rstrip(", ")
@@ -146,23 +146,40 @@ def side_function(
     if side:
         writer.add(f"{', '.join(side)}{',' if len(side) == 1 else ''} = side")
     for op in needed:
-        writer.op(op)
+        writer.op(_renamed(op, names))
     writer.add(f"return ({''.join(names[n] + ', ' for n in values).rstrip()})")
     parameters = [names[n] for n in stage.batch_inputs]
     return writer.compile(f"side{stage.index}", ["side", *parameters])
 
 
+_RESERVED = ("torch", "aten", "device", "call", "side")
+
+
 def _local_names(program: Program, stage: StageSlice) -> dict[str, str]:
+    """Return a Python name for every value; none is that of an operator or of the function's own.
+
+    A value is often called like the operator that made it, `getitem` for one.
+    """
     values = [*stage.inputs, *stage.batch_inputs, *stage.side_states, *stage.constants]
     values += [op.name for op in stage.side_ops]
     values += [out for i in stage.calls for out in program.calls[i].outs]
+    taken = {*_RESERVED, *(re.sub(r"\W", "_", op.target_name) for op in stage.side_ops)}
     names: dict[str, str] = {}
-    for value in values:
+    for value in dict.fromkeys(values):
         name = re.sub(r"\W", "_", value)
-        while name in names.values() and names.get(value) != name:
+        while name in taken:
             name += "_"
-        names.setdefault(value, name)
+        taken.add(name)
+        names[value] = name
     return names
+
+
+def _renamed(op: Op, names: Mapping[str, str]) -> Op:
+    def rename(name: str) -> Ref:
+        return Ref(names[name])
+
+    args, kwargs = map_refs(op.args, rename), map_refs(dict(op.kwargs), rename)
+    return replace(op, name=names[op.name], args=args, kwargs=kwargs)
 
 
 def _items(program: Program, stage: StageSlice) -> list[_Item]:

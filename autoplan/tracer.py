@@ -47,6 +47,7 @@ def trace(
     loss_fn: LossFn | None = None,
     *,
     microbatch_size: int | None = None,
+    batch_dim: Any = 0,
     backend: Backend = "cpu",
     autocast: torch.dtype | None = None,
 ) -> Trace:
@@ -57,13 +58,21 @@ def trace(
         batch: example input; see `capture` for the forms.
         loss_fn: as for `capture`.
         microbatch_size: rows to trace; None takes the batch as it is.
+        batch_dim: as for `capture`.
         backend: device whose kept tensors are wanted; see `autoplan.backends`.
         autocast: as for `capture`.
 
     Raises:
         TraceError: the model cannot be captured; names the module, the line and the reason.
     """
-    program = capture(model, batch, loss_fn, microbatch_size=microbatch_size, autocast=autocast)
+    program = capture(
+        model,
+        batch,
+        loss_fn,
+        microbatch_size=microbatch_size,
+        batch_dim=batch_dim,
+        autocast=autocast,
+    )
     return trace_program(program, backend=backend, model_name=type(model).__name__)
 
 
@@ -106,6 +115,7 @@ def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str
             _value_trace(name, meta, is_activation=False)
             for name, meta in zip(program.inputs, program.input_metas, strict=True)
         ),
+        batch_dims=program.batch_dims,
         blocks=blocks,
         calls=tuple(
             CallTrace(block=c.graph, fqn=c.fqn, args=c.args, outs=c.outs, states=c.states)
@@ -117,7 +127,7 @@ def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str
         num_parameters=num_parameters,
         num_trained=num_trained,
         backend=backend,
-        notes=_notes(program, runs.values(), blocks),
+        notes=_notes(program, runs.values(), blocks, backend),
         fingerprint=program.fingerprint,
         versions=_versions(),
     )
@@ -307,7 +317,7 @@ def _count_parameters(program: Program) -> tuple[int, int]:
 
 
 def _notes(
-    program: Program, runs: Iterable[BlockRun], blocks: Sequence[BlockTrace]
+    program: Program, runs: Iterable[BlockRun], blocks: Sequence[BlockTrace], backend: Backend
 ) -> tuple[str, ...]:
     notes = list(program.notes)
     notes += [cost.note for run in runs for cost in run.costs.values() if cost.note]
@@ -322,9 +332,9 @@ def _notes(
         if not target.startswith(RECURRENT_PREFIXES) and target not in told
     ]
     notes += [
-        f"{target}: its kernel keeps a workspace that no trace sees; kept bytes hold an estimate"
+        f"{target}: cuDNN keeps a reserve of unknown size; counted is what the CPU's kernel keeps"
         for target in opaque
-        if target.startswith(RECURRENT_PREFIXES)
+        if target.startswith(RECURRENT_PREFIXES) and backend == "cuda"
     ]
     read = {program.aliases.get(fqn, fqn) for call in program.calls for fqn in call.states}
     unread = sorted(set(program.aliases.values()) - read)

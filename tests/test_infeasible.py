@@ -12,7 +12,8 @@ import torch
 
 from autoplan.cluster import Cluster
 from autoplan.errors import InfeasibleError, SearchLimitError
-from autoplan.planner import Planner, find_plan, make_planner, optimize
+from autoplan.optimizing import find_plan, optimize
+from autoplan.planner import Planner, make_planner
 from autoplan.remedies import least_memory
 from autoplan.search.mesh import Progress
 from autoplan.units import format_bytes_up, parse_bytes

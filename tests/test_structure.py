@@ -22,6 +22,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "units", "compat"),
     ("codec",),
     ("profiles", "search"),
+    ("schedules", "stage_costs", "timeline"),
+    ("simulator",),
     ("cluster", "graph", "batches", "shortening", "launcher", "meter", "plan"),
     ("redistribution", "program", "hf", "interpreter", "processes"),
     ("collectives",),
@@ -50,11 +52,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("settings", "local", "times", "liveness", "memory", "scaling"),
     ("frontiers",),
     ("costs",),
+    ("plan_costs", "plan_timeline"),
     ("plan_writer", "simple"),
-    ("verifier", "report"),
+    ("bounds", "setting_solver", "verifier", "report"),
     ("remedies",),
     ("planner",),
-    ("estimating",),
+    ("estimating", "optimizing"),
     (
         "lowering",
         "recompute",
@@ -71,6 +74,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "emitter",
     ),
     ("training",),
+    ("planning_commands", "running_commands"),
     ("cli",),
 )
 LAYER_OF = {name: index for index, layer in enumerate(LAYERS) for name in layer}
