@@ -17,6 +17,7 @@ from autoplan.plan import Plan
 from autoplan.sharders import Sharder, local_tensor, normalise_gradient
 from autoplan.stages import StageRoot
 from autoplan.step_buffers import StepBuffers
+from autoplan.step_means import StepMeans
 
 __all__ = ["BatchSplitter", "ParallelModule", "Tie"]
 
@@ -134,6 +135,7 @@ class ParallelModule(nn.Module):
         splitter: BatchSplitter,
         ties: Sequence[Tie],
         buffers: StepBuffers,
+        means: StepMeans,
         aliases: Mapping[str, str],
         run_step: Callable[[int], list[torch.Tensor]],
         sources: Sequence[str],
@@ -147,6 +149,7 @@ class ParallelModule(nn.Module):
         self._splitter = splitter
         self._ties = tuple(ties)
         self._changed = buffers
+        self._means = means
         self._aliases = dict(aliases)
         self._run_step = run_step
         self._sources = tuple(sources)
@@ -164,7 +167,9 @@ class ParallelModule(nn.Module):
             ValueError: the batch has another size than the plan's.
         """
         root: StageRoot = self.__dict__["_root"]
-        root.feed(self._splitter.microbatches(batch))
+        microbatches = self._splitter.microbatches(batch)
+        root.feed(microbatches)
+        self._means.begin(microbatches)
         count = self.plan.num_microbatches
         self._sharder.before_step(count)
         self._changed.begin()
@@ -191,7 +196,9 @@ class ParallelModule(nn.Module):
     def forward_microbatch(self, batch: Any) -> torch.Tensor:
         """Return the loss of the first micro-batch with its graph; for measuring, not training."""
         root: StageRoot = self.__dict__["_root"]
-        root.feed(self._splitter.microbatches(batch)[:1])
+        first = self._splitter.microbatches(batch)[:1]
+        root.feed(first)
+        self._means.begin(first)
         loss: torch.Tensor = root()[0]
         return loss
 

@@ -66,6 +66,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "sharders",
         "stages",
         "step_buffers",
+        "step_means",
+        "pipeline_runner",
         "tensor_parallel",
         "executor",
         "runtime",
