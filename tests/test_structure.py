@@ -46,6 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "view_rules",
         "sharding",
         "runner",
+        "signatures",
         "layout_check",
         "tracer",
     ),
@@ -74,7 +75,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "calls",
         "emitter",
     ),
-    ("training",),
+    ("training", "op_runner", "op_profiler"),
     ("planning_commands", "running_commands"),
     ("cli",),
 )
