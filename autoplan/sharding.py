@@ -27,6 +27,7 @@ __all__ = [
     "layout_parameters",
     "needs_gradient",
     "shard_options",
+    "sliced_options",
     "transition",
 ]
 
@@ -47,7 +48,7 @@ def shard_options(graph: BlockGraph) -> dict[str, tuple[ShardOption, ...]]:
         if rule is not None:
             if rule.is_view and len(inputs) == 1 and inputs[0] in trained:
                 listed.append(_partial(whole))
-            listed += _sliced(op, rule, found, trained, names)
+            listed += sliced_options(op, rule, found, trained, names)
         listed += _told(op, graph)
         options[op.name] = _distinct(listed)
     return options
@@ -154,9 +155,10 @@ def _cuts(op: Op, rule: Rule, found: Analysis) -> list[_Cut]:
     return cuts
 
 
-def _sliced(
+def sliced_options(
     op: Op, rule: Rule, found: Analysis, trained: frozenset[str], names: Mapping[Atom, str]
 ) -> list[ShardOption]:
+    """Return the options that slice an op along one of the axes in `names`."""
     options: list[ShardOption] = []
     for piece in _cuts(op, rule, found):
         if piece.atom not in names:
