@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from autoplan.custom_ops import register_op
     from autoplan.estimating import Estimate, estimate
     from autoplan.optimizing import optimize
+    from autoplan.plan_timeline import simulate
     from autoplan.tracer import trace
     from autoplan.verifier import verify_plan
 
@@ -47,6 +48,7 @@ __all__ = [
     "estimate",
     "optimize",
     "register_op",
+    "simulate",
     "trace",
     "verify_plan",
 ]
@@ -56,6 +58,7 @@ _LAZY = {
     "estimate": "autoplan.estimating",
     "optimize": "autoplan.optimizing",
     "register_op": "autoplan.custom_ops",
+    "simulate": "autoplan.plan_timeline",
     "trace": "autoplan.tracer",
     "verify_plan": "autoplan.verifier",
 }

@@ -25,6 +25,7 @@ from autoplan.errors import EmitError
 __all__ = [
     "RingStage",
     "causality_as_told",
+    "has_other_readers",
     "is_strided",
     "replicate",
     "set_timeout",
@@ -89,6 +90,17 @@ def is_strided(placement: Any) -> bool:
 def replicate(module: nn.Module, **options: Any) -> None:
     """Keep whole parameters on every rank of a mesh, computing in the policy's dtype."""
     _replicate(module, **options)
+
+
+def has_other_readers(tensor: torch.Tensor) -> bool:
+    """Return whether something beside the caller may read or write the memory of `tensor`.
+
+    As torch's own accumulation of gradients decides it; a version that cannot tell says True.
+    """
+    count = getattr(tensor, "_use_count", None)
+    if count is None or tensor.nbytes < tensor.untyped_storage().nbytes():
+        return True
+    return bool(count() > 1)
 
 
 class RingStage(PipelineStage):

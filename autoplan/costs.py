@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from autoplan.cluster import Cluster
-from autoplan.frontiers import Decision, block_decisions, plain_decision
+from autoplan.frontiers import Decision, Frontiers
 from autoplan.graph import Trace
 from autoplan.liveness import BlockMemory, block_memory, redone_ops
-from autoplan.local import LocalBlock, localize
+from autoplan.local import LocalBlock, LocalOp, localize
 from autoplan.memory import (
     GroupBytes,
     StageBlock,
@@ -44,6 +44,8 @@ class _BlockBase:
     comm_forward_s: float
     comm_backward_s: float
     redo_s: float
+    redo_comm_s: float
+    weight_backward_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,17 @@ class PlanPrice:
 
 @dataclass(slots=True)
 class Pricer:
-    """Prices blocks, stages and plans of one trace on one cluster."""
+    """Prices blocks, stages and plans of one trace on one cluster.
+
+    Attributes:
+        trace: of one micro-batch size.
+        cluster: the devices.
+        workload: optimizer and precision.
+        recompute: pins the mode of every block.
+        reference: whose frontiers are priced here, at this micro-batch size.
+        tally: counts look-ups.
+        frontiers: solves the problems of block classes.
+    """
 
     trace: Trace
     cluster: Cluster
@@ -89,9 +101,11 @@ class Pricer:
     recompute: str | None = None
     reference: Pricer | None = None
     tally: Tally = field(default_factory=Tally)
+    frontiers: Frontiers = field(default_factory=Frontiers)
     _plain: dict[tuple[int, int, bool], Decision] = field(default_factory=dict)
     _decisions: dict[tuple[int, int], tuple[Decision, ...]] = field(default_factory=dict)
     _bases: dict[tuple[int, int, object], _BlockBase] = field(default_factory=dict)
+    _fastest_s: dict[tuple[int, int], float] = field(default_factory=dict)
     _timers: dict[int, Timer] = field(default_factory=dict)
     _shared: dict[int, frozenset[str]] | None = None
     _options: dict[tuple[object, ...], BlockOption] = field(default_factory=dict)
@@ -107,7 +121,7 @@ class Pricer:
             return self.reference.decisions(block, tp)
         key = (block, tp)
         if key not in self._decisions:
-            found = block_decisions(
+            found = self.frontiers.decisions(
                 self.trace.blocks[block],
                 self.timer(tp),
                 whole=self.whole_states(block),
@@ -126,10 +140,19 @@ class Pricer:
             return self.reference.plain_decision(block, tp, lean=lean)
         key = (block, tp, lean)
         if key not in self._plain:
-            self._plain[key] = plain_decision(
+            self._plain[key] = self.frontiers.plain(
                 self.trace.blocks[block], self.timer(tp), whole=self.whole_states(block), lean=lean
             )
         return self._plain[key]
+
+    def fastest_s(self, block: int, tp: int) -> float:
+        """Return seconds below which no decision of a class is at this micro-batch size."""
+        key = (block, tp)
+        if key not in self._fastest_s:
+            self._fastest_s[key] = self.frontiers.fastest_s(
+                self.trace.blocks[block], self.timer(tp), whole=self.whole_states(block)
+            )
+        return self._fastest_s[key]
 
     def whole_states(self, block: int) -> frozenset[str]:
         """Return the states of a block class that several calls share."""
@@ -164,6 +187,10 @@ class Pricer:
             comm_forward_s=sum(t.forward_comm_s for t in times.values()),
             comm_backward_s=sum(t.backward_comm_s for t in times.values()),
             redo_s=sum(t.forward_s + t.forward_comm_s for t in redone),
+            redo_comm_s=sum(t.forward_comm_s for t in redone),
+            weight_backward_s=sum(
+                times[op.name].backward_s / 2 for op in local.ops if _has_weight_gradient(op)
+            ),
         )
 
     def group(self, call: int, decision: Decision, setting: Setting, held: set[str]) -> GroupBytes:
@@ -240,19 +267,28 @@ class Pricer:
         step and reduce-scatters for every micro-batch, stage 1 does both once a step; stage 0
         all-reduces once a step (Rajbhandari et al. 2020, section 7; docs/design/memory-of-fsdp.md).
         """
-        if setting.dp == 1 or group.gathered == 0:
-            return 0.0, 0.0, 0.0
-        link = self.cluster.link_for(setting.dp, setting.tp)
-        dp = setting.dp
-        if setting.zero_stage == 0:
-            return 0.0, 0.0, link.collective_time_s("all_reduce", group.gathered_grads, dp)
-        gather = link.collective_time_s("all_gather", group.gathered, dp)
-        reduce = link.collective_time_s("reduce_scatter", group.gathered_grads, dp)
-        if setting.zero_stage == 1:
+        gather, reduce = self.zero_seconds(group, setting)
+        if setting.zero_stage <= 1:
             return 0.0, 0.0, gather + reduce
         if setting.zero_stage == 2:
             return 0.0, reduce, gather
         return gather, reduce, 0.0
+
+    def zero_seconds(self, group: GroupBytes, setting: Setting) -> tuple[float, float]:
+        """Return seconds of one gather of a group's parameters and one reduction of its gradients.
+
+        Stage 0 never gathers and all-reduces; the others reduce-scatter.
+        """
+        if setting.dp == 1 or group.gathered == 0:
+            return 0.0, 0.0
+        link = self.cluster.link_for(setting.dp, setting.tp)
+        if setting.zero_stage == 0:
+            nbytes = group.gathered_grads
+            return 0.0, link.collective_time_s("all_reduce", nbytes, setting.dp)
+        return (
+            link.collective_time_s("all_gather", group.gathered, setting.dp),
+            link.collective_time_s("reduce_scatter", group.gathered_grads, setting.dp),
+        )
 
     def _optimizer_time(self, group: GroupBytes, setting: Setting) -> float:
         shards = setting.dp if setting.zero_stage >= 1 else 1
@@ -351,6 +387,15 @@ class Pricer:
             static=-(-(resident + grads) // unit),
             working=-(-working // unit),
         )
+
+    def alike(self, setting: Setting) -> list[tuple[int, int]]:
+        """Return one call of each kind that `option` tells apart, and how many there are."""
+        kinds: dict[tuple[object, ...], list[int]] = {}
+        for call, trace_call in enumerate(self.trace.calls):
+            shared = self._shared_before(call) if setting.pp == 1 else frozenset()
+            is_last = call == len(self.trace.calls) - 1
+            kinds.setdefault((trace_call.block, is_last, shared), []).append(call)
+        return [(calls[0], len(calls)) for calls in kinds.values()]
 
     def _shared_before(self, call: int) -> frozenset[str]:
         """Return the parameters of a call that earlier calls read too."""
@@ -464,6 +509,17 @@ class Pricer:
         pairs = zip(self.trace.inputs, dims, strict=True)
         nbytes = sum(value.nbytes * (2 if dim else 1) for value, dim in pairs)
         return nbytes * setting.num_microbatches
+
+
+def _has_weight_gradient(op: LocalOp) -> bool:
+    """Return whether an op's backward is two equal products, one of them for its weights."""
+    traced = op.op
+    return (
+        traced is not None
+        and traced.kind == "gemm"
+        and traced.forward_flops > 0
+        and round(traced.backward_flops / traced.forward_flops) >= 2
+    )
 
 
 def _ticks(seconds: float) -> int:

@@ -76,17 +76,30 @@ def _recurrent_flops(tokens: torch.Tensor, *weights: torch.Tensor) -> int:
 
 
 def recurrent_workspace_bytes(name: str, args: Any) -> int:
-    """Return what oneDNN's LSTM keeps beside its tensors, within 10 % above what was measured.
+    """Return the bytes that oneDNN's LSTM of one layer keeps in its workspace; 0 for other kernels.
 
-    Gates of every step, and for inputs, results, cells and their gradients a row more than steps;
-    each array starts on a page.
+    Gates and hidden states of every step; states and their gradients of two layers (the one below
+    counts) with a step before the first. Each array starts on a page; those that enter products
+    have padded rows.
+    Source: `set_conf` and `set_offsets` of `cpu/rnn/rnn_utils`, oneDNN 3, for float32.
     """
     if name != "aten::mkldnn_rnn_layer":
         return 0
-    tokens, hidden = args[0], args[10]
+    tokens, hidden = args[0], int(args[10])
     steps, rows, width = tokens.shape
-    elements = 4 * hidden * steps * rows + 12 * (steps + 1) * rows * max(width, hidden)
-    return int(elements) * 4 + 5 * 4096
+    states, wide = 2 * (steps + 1) * rows, _padded(max(width, hidden))
+    per_step = [_padded(4 * hidden), _padded(hidden)]
+    arrays = [steps * rows * row for row in per_step] + [states * hidden] * 2 + [states * wide] * 3
+    return sum(-(-4 * elements // _PAGE_BYTES) * _PAGE_BYTES for elements in arrays)
+
+
+_PAGE_BYTES = 4096
+
+
+def _padded(elements: int) -> int:
+    """Return the float32 elements from row to row: whole cache lines, not in steps of 1 KiB."""
+    aligned = -(-elements // 16) * 16
+    return aligned + 16 if aligned % 256 == 0 else aligned
 
 
 _OWN_FLOPS: dict[str, Callable[..., int]] = {
@@ -154,7 +167,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         flops: floating-point operations.
         nbytes: bytes read and written by kernels that are no views.
-        workspace_bytes: what kernels keep for backward in a form that no trace sees.
+        workspaces: bytes of what kernels keep for backward in a form that no trace sees.
         made_bytes: bytes of all new results of kernels, whether they live on or not.
         gemms: the matrix products among the kernels.
         num_laws: kernels whose FLOP law is known.
@@ -167,7 +180,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops = 0
         self.nbytes = 0
         self.made_bytes = 0
-        self.workspace_bytes = 0
+        self.workspaces: list[int] = []
         self.num_laws = 0
         self.is_random = False
         self.gemms: list[Gemm] = []
@@ -204,7 +217,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _GATHERS:
             self.nbytes += sum(map(_touched_bytes, outputs))
         self.kernels.append(name)
-        self.workspace_bytes += recurrent_workspace_bytes(name, args)
+        workspace = recurrent_workspace_bytes(name, args)
+        if workspace:
+            self.workspaces.append(workspace)
         self.is_random |= torch.Tag.nondeterministic_seeded in func.tags
         flops = kernel_flops(func, args, kwargs, result)
         if flops:

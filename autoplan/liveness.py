@@ -9,35 +9,12 @@ are not counted here; gradients are reported by op so that the caller can place 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from autoplan.local import LocalBlock, LocalOp
 from autoplan.plan import Recompute
+from autoplan.stage_costs import BlockMemory
 
 __all__ = ["BlockMemory", "block_memory", "redone_ops"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockMemory:
-    """Bytes of one micro-batch in one block on one rank.
-
-    Attributes:
-        kept: held from forward to backward, activation inputs included, side inputs not.
-        side: names of the side inputs that are held too (one copy a stage).
-        output: bytes of the values that leave.
-        forward_peak: most bytes alive during forward, over what was there before the block; the
-            inputs are not counted, they were there.
-        backward_peak: most bytes alive during backward, this block's kept ones and the gradients of
-            its outputs included, parameter gradients too.
-        parameter_grads: bytes of parameter gradients that the backward makes.
-    """
-
-    kept: int
-    side: tuple[str, ...]
-    output: int
-    forward_peak: int
-    backward_peak: int
-    parameter_grads: int
 
 
 class _Heap:

@@ -30,7 +30,7 @@ class OpCost:
     """What one op costs; the fields mean what they mean in `OpTrace`.
 
     Attributes:
-        hidden_bytes: kept for backward inside the kernel, where no trace sees it.
+        workspaces: bytes kept for backward by kernels in tensors that fake ones show as empty.
         note: why a number is a stated guess, or empty.
     """
 
@@ -44,7 +44,7 @@ class OpCost:
     forward_temp_bytes: int
     backward_temp_bytes: int
     mark_bytes: int
-    hidden_bytes: int = 0
+    workspaces: tuple[int, ...] = ()
     note: str = ""
 
 
@@ -113,7 +113,7 @@ def _measure(op: Op, args: Any, kwargs: Mapping[str, Any], backend: Backend) -> 
         forward_temp_bytes=meter.temp_bytes() + workspace_bytes(meter.kernels, inputs),
         backward_temp_bytes=backward.temp_bytes,
         mark_bytes=meter.made_bytes,
-        hidden_bytes=meter.workspace_bytes if leaves else 0,
+        workspaces=tuple(meter.workspaces) if leaves else (),
         note=backward.note,
     )
 

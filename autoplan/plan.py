@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from autoplan import codec
 from autoplan.errors import PlanError
+from autoplan.stage_costs import PlanCosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autoplan.runtime import ParallelModule
+    from autoplan.timeline import Timeline
 
 __all__ = [
     "BlockPlan",
@@ -211,6 +213,8 @@ class Plan:
         simpler: simpler strategies, for comparison.
         provenance: profile, origins, versions, seed, cluster.
         notes: what a reader must know.
+        costs: seconds and bytes of every block, from which `timeline` simulates the step; None in
+            plans that were not priced.
         attached: the example batch and loss function of the planning process; not in the JSON.
     """
 
@@ -235,6 +239,7 @@ class Plan:
     simpler: tuple[Simpler, ...] = ()
     provenance: dict[str, str]
     notes: tuple[str, ...] = ()
+    costs: PlanCosts | None = None
     attached: Any = field(default=None, compare=False, repr=False, metadata={"json": False})
 
     def to_json(self) -> str:
@@ -265,6 +270,19 @@ class Plan:
         from autoplan.report import plan_report
 
         return plan_report(self)
+
+    def timeline(self, *, schedule: str | None = None) -> Timeline:
+        """Return the predicted timeline of one step, with each rank's bytes over it.
+
+        Args:
+            schedule: another schedule over the same stages, as a what-if; None: the plan's own.
+
+        Raises:
+            PlanError: the plan carries no costs; it was not made by `optimize` or `estimate`.
+        """
+        from autoplan.plan_timeline import simulate
+
+        return simulate(self, schedule=schedule)
 
     def parallelize(
         self,

@@ -20,6 +20,7 @@ from autoplan.plan import (
     StagePlan,
 )
 from autoplan.settings import Setting
+from autoplan.stage_pricing import plan_costs
 
 __all__ = ["write_plan"]
 
@@ -86,6 +87,7 @@ def write_plan(
             "seed": "0",
         },
         notes=trace.notes,
+        costs=plan_costs(pricer, setting, ends, decisions),
     )
 
 

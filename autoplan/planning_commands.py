@@ -169,10 +169,19 @@ def _dtype(name: str, cluster: Cluster) -> Any:
 def explain(
     plan_file: Annotated[Path, typer.Argument(help="A plan that `autoplan plan --out` wrote.")],
     settings: Annotated[bool, typer.Option(help="Also say why each setting lost.")] = False,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the predicted step as a Chrome trace (chrome://tracing, Perfetto)."
+        ),
+    ] = None,
 ) -> None:
     """Print the report of a saved plan."""
     loaded = Plan.load(plan_file)
     typer.echo(loaded.report())
+    if timeline is not None:
+        loaded.timeline().save(timeline)
+        typer.echo(f"\npredicted timeline written to {timeline}")
     if settings:
         for name, reason in loaded.search.outcomes.items():
             typer.echo(f"  {name}: {reason}")

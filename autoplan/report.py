@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autoplan.plan import Plan, StagePlan
+from autoplan.plan_timeline import simulate
+from autoplan.timeline import Timeline
 from autoplan.units import format_bytes, format_seconds
 
 __all__ = ["plan_report", "table"]
@@ -68,9 +70,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         ]
     )
     yield ""
-    yield "Time of a step by category"
-    shown = {k: v for k, v in predicted.time_by_category.items() if v > 0}
-    yield table([("category", "time"), *((k, format_seconds(v)) for k, v in shown.items())])
+    yield from _step(plan)
     yield from _decisions(plan)
     if plan.simpler:
         yield ""
@@ -81,6 +81,37 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"Predicted with profile {plan.provenance.get('profile', 'unknown')}; look-ups: {looked}"
     for note in plan.notes:
         yield f"Note: {note}"
+
+
+def _step(plan: Plan) -> Iterator[str]:
+    """Yield the simulated step by part, or for a plan without costs what the search added up."""
+    if plan.costs is None:
+        yield "Time of a step by category"
+        shown = {k: v for k, v in plan.predicted.time_by_category.items() if v > 0}
+        yield table([("category", "time"), *((k, format_seconds(v)) for k, v in shown.items())])
+        return
+    timeline = simulate(plan, with_memory=False)
+    parts = {k: v for k, v in timeline.mean_parts().items() if v > 0}
+    yield f"Simulated step, a prediction: {format_seconds(timeline.step_time_s)}"
+    rows = [("part, mean over stages", "time", "share")]
+    for name, seconds in parts.items():
+        rows.append((_PART_TITLES[name], format_seconds(seconds), _share(seconds, timeline)))
+    yield table(rows)
+
+
+def _share(seconds: float, timeline: Timeline) -> str:
+    return f"{seconds / timeline.step_time_s:.1%}"
+
+
+_PART_TITLES = {
+    "compute": "compute",
+    "recompute": "recompute",
+    "tensor_parallel": "exposed tensor-parallel communication",
+    "zero": "exposed ZeRO communication",
+    "pipeline": "exposed pipeline communication",
+    "optimizer": "optimizer",
+    "bubble": "bubble (waiting for other stages)",
+}
 
 
 def _stage(plan: Plan, stage: StagePlan) -> tuple[str, str, str, str, str]:

@@ -6,7 +6,7 @@ autograd keeps, each storage once. All functions expect an active `FakeTensorMod
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from autoplan.opcost import OpCost, OpMeter
 from autoplan.program import BlockGraph, Op, Program, TensorMeta, map_refs
 from autoplan.segments import mutates_input
 
-__all__ = ["BlockRun", "run_block", "side_values"]
+__all__ = ["BlockRun", "attribute_tensors", "run_block", "side_values"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,6 +118,7 @@ def run_block(
     for name, meta, value in zip(graph.inputs, graph.input_metas, inputs, strict=True):
         run.values[name] = _as_input(value, meta, writes)
         _own(run, name)
+    seen: set[Any] = set()
     for op in graph.ops:
         kept: dict[int, int] = {}
 
@@ -133,12 +134,31 @@ def run_block(
             run.values[op.name] = _execute(op, run.values, function, block_fqn)
         kept = _told(op, run.values, kept)
         kept = with_true_statistics(bare(op), run.values, kept, backend)
-        if run.costs[op.name].hidden_bytes:
-            kept[-1] = run.costs[op.name].hidden_bytes
+        kept |= _workspaces(kept, run.costs[op.name].workspaces)
+        nodes = {tensor.grad_fn for tensor in tensors_in(run.values[op.name])} - seen
+        seen |= nodes
+        for tensor in attribute_tensors(nodes):
+            pack(tensor, kept)
         run.saved[op.name] = kept
         _own(run, op.name)
     run.outputs = tuple(run.values[name] for name in graph.outputs)
     return run
+
+
+def _workspaces(kept: Mapping[int, int], workspaces: Sequence[int]) -> dict[int, int]:
+    """Return the true sizes of workspaces, which fake tensors show as empty, in order."""
+    empty = [key for key, nbytes in kept.items() if nbytes == 0]
+    return dict(zip(empty, workspaces, strict=True)) if workspaces else {}
+
+
+def attribute_tensors(nodes: Iterable[object]) -> list[torch.Tensor]:
+    """Return the tensors that nodes of the autograd graph hold as attributes.
+
+    What a `torch.autograd.Function` or a custom operator puts on its context without
+    `save_for_backward` lives as long as what it saves, and no hook sees it.
+    """
+    held = [getattr(node, "__dict__", {}) for node in nodes]
+    return [t for attributes in held for t in tensors_in(list(attributes.values()))]
 
 
 def _told(op: Op, values: Mapping[str, Any], kept: dict[int, int]) -> dict[int, int]:

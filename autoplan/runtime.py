@@ -16,6 +16,8 @@ from torch.utils import _pytree as pytree
 from autoplan.plan import Plan
 from autoplan.sharders import Sharder, local_tensor, normalise_gradient
 from autoplan.stages import StageRoot
+from autoplan.step_buffers import StepBuffers
+from autoplan.step_means import StepMeans
 
 __all__ = ["BatchSplitter", "ParallelModule", "Tie"]
 
@@ -132,6 +134,8 @@ class ParallelModule(nn.Module):
         sharder: Sharder,
         splitter: BatchSplitter,
         ties: Sequence[Tie],
+        buffers: StepBuffers,
+        means: StepMeans,
         aliases: Mapping[str, str],
         run_step: Callable[[int], list[torch.Tensor]],
         sources: Sequence[str],
@@ -144,6 +148,8 @@ class ParallelModule(nn.Module):
         self._sharder = sharder
         self._splitter = splitter
         self._ties = tuple(ties)
+        self._changed = buffers
+        self._means = means
         self._aliases = dict(aliases)
         self._run_step = run_step
         self._sources = tuple(sources)
@@ -161,11 +167,15 @@ class ParallelModule(nn.Module):
             ValueError: the batch has another size than the plan's.
         """
         root: StageRoot = self.__dict__["_root"]
-        root.feed(self._splitter.microbatches(batch))
+        microbatches = self._splitter.microbatches(batch)
+        root.feed(microbatches)
+        self._means.begin(microbatches)
         count = self.plan.num_microbatches
         self._sharder.before_step(count)
+        self._changed.begin()
         losses = self._run_step(count)
         self._sharder.after_step()
+        self._changed.end()
         for parameter in root.parameters():
             normalise_gradient(parameter)
         self._sum_ties()
@@ -186,7 +196,9 @@ class ParallelModule(nn.Module):
     def forward_microbatch(self, batch: Any) -> torch.Tensor:
         """Return the loss of the first micro-batch with its graph; for measuring, not training."""
         root: StageRoot = self.__dict__["_root"]
-        root.feed(self._splitter.microbatches(batch)[:1])
+        first = self._splitter.microbatches(batch)[:1]
+        root.feed(first)
+        self._means.begin(first)
         loss: torch.Tensor = root()[0]
         return loss
 
@@ -205,13 +217,15 @@ class ParallelModule(nn.Module):
         Returns:
             The norm before clipping, the same on every rank; each shared weight counts once.
         """
-        uncounted = {tie.fqn for tie in self._ties if not tie.is_counted}
-        named = [(n, p.grad) for n, p in self.named_parameters() if p.grad is not None]
+        # By identity: on this stage a shared weight may come first under another name.
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        uncounted = {id(parameters[tie.fqn]) for tie in self._ties if not tie.is_counted}
+        named = [(p, p.grad) for p in self.parameters() if p.grad is not None]
         device = self._splitter.device
         total = torch.zeros((), dtype=torch.float64, device=device)
         copies = self.plan.mesh.dp * self.plan.mesh.tp
-        for name, gradient in named:
-            if name not in uncounted:
+        for parameter, gradient in named:
+            if id(parameter) not in uncounted:
                 square = torch.linalg.vector_norm(local_tensor(gradient)).double() ** 2
                 total += square / _replication(gradient, copies)
         if dist.is_initialized():

@@ -19,7 +19,14 @@ from autoplan.errors import EmitError
 from autoplan.executor import CompiledFunction, Writer
 from autoplan.program import Op, Program, Ref, TensorMeta, map_refs
 
-__all__ = ["StageRoot", "StageSlice", "build_root", "slice_program", "stage_function"]
+__all__ = [
+    "StageRoot",
+    "StageSlice",
+    "build_root",
+    "side_function",
+    "slice_program",
+    "stage_function",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +132,26 @@ def stage_function(program: Program, stage: StageSlice, device: torch.device) ->
     return writer.compile(f"stage{stage.index}", ["call", "side", *parameters])
 
 
+def side_function(
+    program: Program, stage: StageSlice, values: Sequence[str], device: torch.device
+) -> CompiledFunction:
+    """Return `f(side, *batch) -> values`, which runs only the side ops that `values` need.
+
+    `side` is as in `stage_function`, `batch` are the stage's batch inputs.
+    """
+    writer = Writer(device)
+    names = _local_names(program, stage)
+    needed, _ = _side_closure(program, set(values))
+    side = [names[n] for n in (*stage.side_states, *stage.constants)]
+    if side:
+        writer.add(f"{', '.join(side)}{',' if len(side) == 1 else ''} = side")
+    for op in needed:
+        writer.op(_renamed(op, names))
+    writer.add(f"return ({''.join(names[n] + ', ' for n in values).rstrip()})")
+    parameters = [names[n] for n in stage.batch_inputs]
+    return writer.compile(f"side{stage.index}", ["side", *parameters])
+
+
 _RESERVED = ("torch", "aten", "device", "call", "side")
 
 
@@ -226,10 +253,11 @@ def build_root(
     own_blocks = {program.calls[i].fqn for i in stage.calls}
     foreign = tuple(f"{fqn}." for fqn in block_fqns - own_blocks)
     read_anywhere = _read_anywhere(program)
+    wanted = read | tied
     for fqn in _state_fqns(model):
         is_optional = fqn in tied or (takes_unused and fqn not in read_anywhere)
         if fqn in read or (is_optional and not fqn.startswith(foreign)):
-            _place_state(root, fqn, model)
+            _place_state(root, fqn, model, wanted)
     root.train(model.training)
     return root
 
@@ -262,10 +290,15 @@ def _place_module(root: nn.Module, fqn: str, model: nn.Module) -> None:
     _container(root, parent, model)._modules[name] = model.get_submodule(fqn)
 
 
-def _place_state(root: nn.Module, fqn: str, model: nn.Module) -> None:
+def _place_state(root: nn.Module, fqn: str, model: nn.Module, wanted: set[str]) -> None:
+    """Put a state into the root: with its module, where the root wants all that the module has.
+
+    A leaf module may hold a tied weight of this stage and a bias that another stage trains.
+    """
     owner_fqn, _, name = fqn.rpartition(".")
     owner = model.get_submodule(owner_fqn)
-    if owner_fqn and not owner._modules:
+    own = {f"{owner_fqn}.{key}" for key in (*owner._parameters, *owner._buffers)}
+    if owner_fqn and not owner._modules and (own <= wanted or fqn not in wanted):
         parent, _, owner_name = owner_fqn.rpartition(".")
         _container(root, parent, model)._modules[owner_name] = owner
         return

@@ -133,7 +133,7 @@ def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str
         num_parameters=num_parameters,
         num_trained=num_trained,
         backend=backend,
-        notes=_notes(program, runs.values(), blocks),
+        notes=_notes(program, runs.values(), blocks, backend),
         fingerprint=program.fingerprint,
         versions=_versions(),
     )
@@ -330,7 +330,7 @@ def _count_parameters(program: Program) -> tuple[int, int]:
 
 
 def _notes(
-    program: Program, runs: Iterable[BlockRun], blocks: Sequence[BlockTrace]
+    program: Program, runs: Iterable[BlockRun], blocks: Sequence[BlockTrace], backend: Backend
 ) -> tuple[str, ...]:
     notes = list(program.notes)
     notes += [cost.note for run in runs for cost in run.costs.values() if cost.note]
@@ -345,9 +345,9 @@ def _notes(
         if not target.startswith(RECURRENT_PREFIXES) and target not in told
     ]
     notes += [
-        f"{target}: its kernel keeps a workspace that no trace sees; kept bytes hold an estimate"
+        f"{target}: cuDNN keeps a reserve of unknown size; counted is what the CPU's kernel keeps"
         for target in opaque
-        if target.startswith(RECURRENT_PREFIXES)
+        if target.startswith(RECURRENT_PREFIXES) and backend == "cuda"
     ]
     read = {program.aliases.get(fqn, fqn) for call in program.calls for fqn in call.states}
     unread = sorted(set(program.aliases.values()) - read)

@@ -108,7 +108,7 @@ def alone(name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     else:
         inputs = {k: v for k, v in batch.items() if k != "labels"}
         loss = loss_fn(model(**inputs), batch)
-    loss.backward()
+    torch.autograd.backward(loss)
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
