@@ -166,6 +166,7 @@ class Analysis:
         tuples: per tuple value, the dimensions of its components.
         rules: per op.
         alike: pairs of dimensions; the second means what the first does, at whatever extent.
+        possible: axes of size 1 that may be hidden where they stand, or in a neighbour.
         heads: dimensions that hold attention heads.
         vocabulary: dimensions that hold a vocabulary.
     """
@@ -174,6 +175,7 @@ class Analysis:
     tuples: dict[str, list[list[Dim]]] = field(default_factory=dict)
     rules: dict[str, Rule] = field(default_factory=dict)
     alike: list[tuple[Dim, Dim]] = field(default_factory=list)
+    possible: set[Atom] = field(default_factory=set)
     heads: list[Dim] = field(default_factory=list)
     vocabulary: list[Dim] = field(default_factory=list)
 

@@ -38,7 +38,7 @@ from autoplan.axis_labels import (
 from autoplan.program import BlockGraph, Op
 from autoplan.segments import is_random
 
-__all__ = ["RuleFunction", "analyse", "pointwise"]
+__all__ = ["RuleFunction", "analyse", "pointwise", "reduction"]
 
 
 RuleFunction = Callable[[Analysis, Op], Rule | None]
@@ -228,7 +228,7 @@ def _softmax(found: Analysis, op: Op) -> Rule | None:
     return along(found, op, {dim % max(len(op.meta.shape), 1)}, is_view=False)
 
 
-def _reduction(found: Analysis, op: Op) -> Rule | None:
+def reduction(found: Analysis, op: Op) -> Rule | None:
     """mean, sum, var, ... over dims: those are needed whole, the others follow."""
     a = arguments(op)
     x = reference(op.args[0])
@@ -370,7 +370,7 @@ _RULES: dict[str, RuleFunction] = {
     **dict.fromkeys(("matmul", "mm", "bmm"), _matmul),
     **dict.fromkeys(("layer_norm", "rms_norm"), _norm),
     **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum"), _softmax),
-    **dict.fromkeys(("mean", "sum", "var", "std", "amax", "amin", "logsumexp", "norm"), _reduction),
+    **dict.fromkeys(("mean", "sum", "var", "std", "amax", "amin", "logsumexp", "norm"), reduction),
     "permute": view_rules.permute,
     "expand": view_rules.expand,
     "slice": view_rules.slice_of,

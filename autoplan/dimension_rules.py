@@ -21,7 +21,7 @@ from autoplan.axis_labels import (
     rank_of,
     reference,
 )
-from autoplan.axis_rules import RuleFunction, pointwise
+from autoplan.axis_rules import RuleFunction, pointwise, reduction
 from autoplan.program import Op
 
 __all__ = ["MORE_RULES", "spatial_rank"]
@@ -225,6 +225,13 @@ def _repeat(found: Analysis, op: Op) -> Rule | None:
     return labelled(found, op, [(name, labels)], [*[None] * (out_rank - rank), *labels])
 
 
+def _reduced(found: Analysis, op: Op) -> Rule | None:
+    """mean, sum, amax over dimensions: those that are kept with size 1 mean what they did."""
+    assert op.meta is not None
+    is_kept = rank_of(found, op.inputs()[0]) == len(op.meta.shape)
+    return (_resized(reduction) if is_kept else reduction)(found, op)
+
+
 def _split(found: Analysis, op: Op) -> Rule | None:
     rule = view_rules.split(found, op)
     name = reference(op.args[0])
@@ -372,6 +379,7 @@ MORE_RULES: Mapping[str, RuleFunction] = {
     **dict.fromkeys(("_grouped_mm", "transformers::grouped_mm_fallback"), _grouped_product),
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
     **dict.fromkeys(("cross_entropy_loss", "nll_loss", "nll_loss_nd"), _loss),
+    **dict.fromkeys(("mean", "sum", "var", "std", "amax", "amin", "logsumexp", "norm"), _reduced),
     "cat": _resized(view_rules.cat),
     "expand": _resized(view_rules.expand, is_mutual=False),
     "slice": _resized(view_rules.slice_of),

@@ -30,12 +30,12 @@ def program_dimensions(program: Program) -> tuple[dict[str, OpDimensions], ...]:
     """
     graphs = [_bare(graph) for graph in (_side_graph(program), *program.graphs)]
     analyses = [analyse(graph, MORE_RULES) for graph in graphs]
-    kinds = _Kinds(alike=_joined(program, analyses))
+    possible = {atom for found in analyses for atom in found.possible}
+    kinds = _Kinds(alike=_joined(program, analyses), possible=possible)
     evidence = [evidence_of(g, a) for g, a in zip(graphs, analyses, strict=True)]
     told = [item for one in evidence for item in one.told] + _batch(program, analyses[0])
     kinds.tell(told)
     kinds.tell(_last_resort(evidence, kinds))
-    kinds.find_products(dim for found in analyses for dim in _all_dims(found))
     return tuple(
         _op_dimensions(graph, found, kinds)
         for graph, found in zip(graphs[1:], analyses[1:], strict=True)
@@ -111,66 +111,72 @@ class _Kinds:
 
     Attributes:
         alike: pairs of dimensions, of which the second means what the first does.
+        possible: axes of size 1 that are perhaps not where they stand.
         known: rank and kind by axis.
-        products: axes by their two factors.
-        lines: axes that are one line of a space, also where a view splits them.
+        lines: the axes of each dimension that is one line of a space, also where a view splits it.
     """
 
     alike: list[tuple[Dim, Dim]]
+    possible: set[Atom]
     known: dict[Atom, tuple[int, DimensionKind]] = field(default_factory=dict)
-    products: dict[tuple[Atom, Atom], Atom] = field(default_factory=dict)
-    lines: set[Atom] = field(default_factory=set)
+    lines: set[tuple[Atom, ...]] = field(default_factory=set)
 
     def tell(self, told: Sequence[Told]) -> None:
         """Take evidence, and pass it on between dimensions that mean the same."""
         for rank, kind, dim in told:
             self._offer(dim, rank, kind)
-            if kind == "spatial" and len(dim) == 1:
-                self.lines.add(dim[0].root())
         while self._pass_on():
             pass
 
     def _offer(self, dim: Dim, rank: int, kind: DimensionKind) -> bool:
         is_new = False
-        for atom in leaves(dim) or singles(dim)[:1]:
+        atoms = leaves(dim) or singles(dim)[:1]
+        for atom in atoms:
             if atom not in self.known or self.known[atom][0] > rank:
                 self.known[atom] = (rank, kind)
                 is_new = True
+        if kind == "spatial":
+            self.lines.add(tuple(atoms))
         return is_new
 
     def _pass_on(self) -> bool:
         is_new = False
         for source, target in self.alike:
-            found = [self.known.get(atom) for atom in leaves(source) or singles(source)[:1]]
-            ranks = [item[0] for item in found if item is not None]
-            names = {item[1] for item in found if item is not None}
-            if len(ranks) == len(found) and len(names) == 1:
-                is_new |= self._offer(target, max(ranks), names.pop())
+            found = self._axes(source)
+            if not found or (0, "unknown") in found:
+                continue
+            kinds = {kind for _, kind in found}
+            if len(kinds) == 1:
+                rank, kind = max(found)
+                is_flat = kind == "spatial" and len(found) > 1
+                is_new |= self._offer(target, rank, "sequence" if is_flat else kind)
         return is_new
 
-    def find_products(self, dims: Iterator[Dim]) -> None:
-        """Note which axes were split, so that their factors side by side are told to be one."""
-        pending = [atom for dim in dims for atom in dim]
-        while pending:
-            atom = pending.pop().root()
-            if atom.factors is not None:
-                first, second = (factor.root() for factor in atom.factors)
-                if (first, second) not in self.products:
-                    self.products[first, second] = atom
-                    pending += [first, second]
+    def _axes(self, dim: Dim) -> list[tuple[int, DimensionKind]]:
+        """Return rank and kind of the axes of a dimension; a line counts as one.
 
-    def _line(self, first: Atom, second: Atom) -> Atom | None:
-        product = self.products.get((first, second))
-        return product if product in self.lines else None
+        Beside others an axis of size 1 counts only as the batch, which may have one row.
+        """
+        atoms = [a for atom in dim for a in leaves([atom]) or singles([atom])]
+        if all(atom.size == 1 for atom in atoms):
+            atoms = atoms[:1]
+        else:
+            atoms = [atom for atom in atoms if atom.size > 1 or self._is_batch(atom)]
+        axes: list[tuple[int, DimensionKind]] = []
+        start = 0
+        while start < len(atoms):
+            ends = range(len(atoms), start, -1)
+            end = next((e for e in ends if tuple(atoms[start:e]) in self.lines), start + 1)
+            axes.append(self.known.get(atoms[start], (0, "unknown")))
+            start = end
+        return axes
+
+    def _is_batch(self, atom: Atom) -> bool:
+        return atom not in self.possible and self.known.get(atom, (0, ""))[1] == "batch"
 
     def label(self, dim: Dim) -> str:
         """Return what a dimension is; of several axes the kinds, outermost first."""
-        axes: list[tuple[Atom, DimensionKind]] = []
-        for atom in leaves(dim) or singles(dim)[:1]:
-            axes.append((atom, self.known.get(atom, (0, "unknown"))[1]))
-            while len(axes) > 1 and (line := self._line(axes[-2][0], axes[-1][0])) is not None:
-                axes[-2:] = [(line, axes[-2][1])]
-        kinds = [kind for _, kind in axes]
+        kinds = [kind for _, kind in self._axes(dim)]
         if len(kinds) > 1 and set(kinds) == {"spatial"}:
             return "sequence"  # a space in one line: the patches of an image
         return "*".join(kind for kind, _ in groupby(kinds)) or "unknown"

@@ -70,10 +70,11 @@ def view(found: Analysis, op: Op) -> Rule | None:
             for out in outs:
                 made[out] = fresh(op.meta.shape[out])
             continue
-        atoms, start = leaves(joined), 1
+        atoms = [a for atom in joined for a in leaves([atom]) or singles([atom])]
+        start = 1
         for out, end in zip(outs, ends, strict=True):
             made[out] = []
-            while start < end:
+            while atoms and (start < end or atoms[0].size == 1):
                 atom = atoms.pop(0)
                 made[out].append(atom)
                 start *= atom.size
@@ -93,8 +94,8 @@ def _carry_singles(
 ) -> None:
     """Follow dimensions of size 1 through a view, in each gap between the others.
 
-    As many before as after are the same in order. Those that vanish hide at the ends of both
-    neighbours, where a later view finds them.
+    As many before as after are the same in order. Those that vanish hide at the end of the
+    neighbour, where a later view finds them; between two neighbours they may be in either.
     """
     ends_in = [(-1, -1), *((min(ins), max(ins)) for ins, _ in groups), (len(dims), len(dims))]
     ends_out = [(-1, -1), *((min(o), max(o)) for _, o in groups), (len(made), len(made))]
@@ -105,16 +106,28 @@ def _carry_singles(
         after = list(made[left_out + 1 : right_out])
         hidden = _trailing(dims[left]) if left >= 0 else []
         hidden = hidden or (_trailing(dims[right][::-1]) if right < len(dims) else [])
-        if len(before) != len(after):
-            before = before or [[atom] for atom in hidden]
+        if not before and len(hidden) == len(after):
+            before = [[atom] for atom in hidden]
+            for out in (left_out, right_out):
+                if 0 <= out < len(made):
+                    made[out][:] = [atom for atom in made[out] if atom not in hidden]
         if len(before) == len(after):
             found.alike += zip(before, after, strict=True)
         elif not after:
             vanished = [atom for dim in before for atom in dim]
+            if left_out >= 0 and right_out < len(made):
+                vanished = [_possible(found, atom) for atom in vanished]
             if left_out >= 0:
                 made[left_out].extend(vanished)
             if right_out < len(made):
                 made[right_out][:0] = vanished
+
+
+def _possible(found: Analysis, atom: Atom) -> Atom:
+    (proxy,) = fresh(1)
+    found.alike.append(([atom], [proxy]))
+    found.possible.add(proxy)
+    return proxy
 
 
 def _trailing(dim: Dim) -> list[Atom]:
