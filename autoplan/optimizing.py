@@ -38,6 +38,7 @@ def optimize(
     optimizer: str | type[torch.optim.Optimizer] = "AdamW",
     loss_fn: LossFn | None = None,
     mixed_precision: str = "auto",
+    autocast: torch.dtype | None = None,
     name: str | None = None,
     time_limit_s: float = 120.0,
     progress: Callable[[Progress], None] | None = None,
@@ -56,6 +57,8 @@ def optimize(
         loss_fn: see `autoplan.capturer.capture`.
         mixed_precision: `auto`: a bfloat16 model on GPUs has float32 master parameters; `none`: its
             own dtype throughout; `bfloat16`.
+        autocast: `torch.bfloat16`: forward and recomputation run under `torch.autocast` to it, and
+            time and memory are those; parameters stay in their own dtype.
         name: of the model in reports.
         time_limit_s: after it, the best plan so far is returned with its gap.
         progress: called as the search goes on.
@@ -77,6 +80,7 @@ def optimize(
         optimizer=optimizer,
         loss_fn=loss_fn,
         mixed_precision=mixed_precision,
+        autocast=autocast,
         name=name,
         pins=pins,
     )

@@ -203,6 +203,7 @@ class Plan:
         global_batch_size: dp * num_microbatches * microbatch_size.
         schedule: `none` without a pipeline.
         mixed_precision: `bfloat16` computes in it over parameters of the model's own dtype.
+        autocast: dtype of the `torch.autocast` that forward and recomputation run under.
         optimizer: name of the optimizer that the memory was counted for.
         stages: blocks of each stage.
         recompute: named recompute entries.
@@ -229,6 +230,7 @@ class Plan:
     global_batch_size: int
     schedule: Schedule
     mixed_precision: Literal["none", "bfloat16"] = "none"
+    autocast: Literal["none", "bfloat16"] = "none"
     optimizer: str
     stages: tuple[StagePlan, ...]
     recompute: dict[str, Recompute]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.autocast import check_autocast, dtype_of
 from autoplan.batches import batch_rows
 from autoplan.bounds import blocks_bound, frontiers_bound, ops_bound, static_reason
 from autoplan.capturer import LossFn
@@ -95,6 +96,7 @@ class Planner:
                 self.loss_fn,
                 microbatch_size=microbatch_size,
                 batch_dim=self.batch_dim,
+                autocast=dtype_of(self.workload.autocast),
                 backend="cpu" if self.cluster.device.name.startswith("cpu") else "cuda",
             )
             self.trace_time_s += time.perf_counter() - start
@@ -233,6 +235,7 @@ def make_planner(
     optimizer: str | type[torch.optim.Optimizer] = "AdamW",
     loss_fn: LossFn | None = None,
     mixed_precision: str = "auto",
+    autocast: torch.dtype | None = None,
     name: str | None = None,
     pins: Mapping[str, Any] | None = None,
 ) -> Planner:
@@ -257,7 +260,8 @@ def make_planner(
     workload = Workload(
         global_batch_size=rows,
         optimizer=Optimizer.named(optimizer_name, is_foreach=is_gpu),
-        mixed_precision=_precision(model, mixed_precision, is_gpu),
+        mixed_precision=_precision(model, "none" if autocast else mixed_precision, is_gpu),
+        autocast=check_autocast(model, autocast, mixed_precision),
         parameter_bytes_per_traced_byte=1,
     )
     if workload.mixed_precision != "none":

@@ -85,8 +85,11 @@ def plan(
     pin: Annotated[list[str] | None, typer.Option(help="Fix a setting: tp=4. Repeatable.")] = None,
     optimizer: Annotated[str, typer.Option(help="AdamW, Adam, SGD.")] = "AdamW",
     dtype: Annotated[
-        str, typer.Option(help="Of presets and configs; auto: bfloat16 on GPUs, float32 on CPU.")
+        str, typer.Option(help="Of presets and configs; auto: bfloat16 on GPUs without autocast.")
     ] = "auto",
+    autocast: Annotated[
+        str, typer.Option(help="Run the forward under torch.autocast: none or bfloat16.")
+    ] = "none",
     batch_dim: Annotated[
         str, typer.Option(help="Where the batch lies in the inputs: 1, or 1,0, or x=1,mask=none.")
     ] = "0",
@@ -100,7 +103,7 @@ def plan(
     target = Cluster.parse(cluster)
     if device_memory is not None:
         target = target.with_memory(device_memory)
-    loaded = load_model(model, seq=seq, dtype=_dtype(dtype, target))
+    loaded = load_model(model, seq=seq, dtype=_dtype(dtype, target, autocast))
     try:
         with _search_bar() as (bar, task):
 
@@ -121,6 +124,7 @@ def plan(
                 global_batch_size=global_batch,
                 optimizer=optimizer,
                 loss_fn=loaded.loss_fn,
+                autocast=_autocast(autocast),
                 name=loaded.name,
                 time_limit_s=time_limit,
                 progress=show,
@@ -155,15 +159,24 @@ class _search_bar:
         self._bar.stop()
 
 
-def _dtype(name: str, cluster: Cluster) -> Any:
+def _dtype(name: str, cluster: Cluster, autocast: str) -> Any:
     import torch
 
     if name == "auto":
-        name = "float32" if cluster.device.name.startswith("cpu") else "bfloat16"
+        is_wide = cluster.device.name.startswith("cpu") or autocast != "none"
+        name = "float32" if is_wide else "bfloat16"
     allowed = ("float32", "bfloat16", "float16", "float64")
     if name not in allowed:
         raise ValueError(f"--dtype {name!r}; allowed are auto, {', '.join(allowed)}")
     return getattr(torch, name)
+
+
+def _autocast(name: str) -> Any:
+    from autoplan.autocast import dtype_of
+
+    if name not in ("none", "bfloat16"):
+        raise ValueError(f"--autocast {name!r}; allowed are none, bfloat16")
+    return dtype_of(name)
 
 
 def explain(
@@ -194,6 +207,7 @@ def verify(
     seq: Annotated[int | None, typer.Option(help="Tokens per row, as planned.")] = None,
 ) -> None:
     """Check a saved plan against the numbered rules; exit code 1 when one is broken."""
+    from autoplan.autocast import dtype_of
     from autoplan.batches import BatchDims
     from autoplan.models import load_model
     from autoplan.tracer import trace
@@ -201,13 +215,14 @@ def verify(
 
     loaded_plan = Plan.load(plan_file)
     target = Cluster.parse(cluster or loaded_plan.provenance["cluster"])
-    loaded = load_model(model, seq=seq, dtype=_dtype("auto", target))
+    loaded = load_model(model, seq=seq, dtype=_dtype("auto", target, loaded_plan.autocast))
     traced = trace(
         loaded.model,
         loaded.batch,
         loaded.loss_fn,
         microbatch_size=loaded_plan.microbatch_size,
         batch_dim=BatchDims(loaded_plan.batch_dims) if loaded_plan.batch_dims else 0,
+        autocast=dtype_of(loaded_plan.autocast),
         backend="cpu" if target.device.name.startswith("cpu") else "cuda",
     )
     broken = verify_plan(loaded_plan, traced, target)

@@ -38,6 +38,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"{plan.num_microbatches} micro-batches of {plan.microbatch_size} "
         f"(global batch {plan.global_batch_size}), {plan.optimizer}"
         + (f", {plan.mixed_precision} mixed precision" if plan.mixed_precision != "none" else "")
+        + (f", autocast to {plan.autocast}" if plan.autocast != "none" else "")
     )
     yield (
         f"  predicted step time {format_seconds(predicted.step_time_s)}, predicted peak "

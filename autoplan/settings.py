@@ -62,6 +62,7 @@ class Workload:
         global_batch_size: rows of one step over all devices.
         optimizer: its memory law.
         mixed_precision: `bfloat16`: the trace is in it, over parameters of `parameter_dtype_bytes`.
+        autocast: the trace is under `torch.autocast` to this dtype.
         parameter_bytes_per_traced_byte: bytes of a stored parameter per byte in the trace: 2 for
             float32 parameters computed with in bfloat16, else 1.
     """
@@ -69,6 +70,7 @@ class Workload:
     global_batch_size: int
     optimizer: Optimizer
     mixed_precision: Literal["none", "bfloat16"] = "none"
+    autocast: Literal["none", "bfloat16"] = "none"
     parameter_bytes_per_traced_byte: int = 1
 
 
