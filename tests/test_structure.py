@@ -68,7 +68,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "stages",
         "step_buffers",
         "step_means",
-        "pipeline_runner",
+        "microbatches",
         "tensor_parallel",
         "executor",
         "runtime",
