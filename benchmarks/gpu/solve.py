@@ -9,7 +9,7 @@ Each model gets three memory budgets between what full recompute and no recomput
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import autoplan
@@ -32,10 +32,12 @@ MICROBATCHES = 2
 BUDGETS = {"tight": 0.1, "middle": 0.5, "ample": 1.05}
 
 
-def make_plans(cluster: str = CLUSTER, *, is_tiny: bool = False) -> dict[str, Plan]:
+def make_plans(
+    cluster: str = CLUSTER, *, is_tiny: bool = False, models: Sequence[str] = MODELS
+) -> dict[str, Plan]:
     """Return the plans by name, `MODEL_BUDGET`; all with the same micro-batches."""
     plans = {}
-    for name in MODELS:
+    for name in models:
         rows = 4 if is_tiny else ROWS[name]
         loaded = build(name, rows, is_tiny=is_tiny, device="meta")
         target = autoplan.Cluster.parse(cluster)
