@@ -254,8 +254,16 @@ def _attention(found: Analysis, op: Op) -> Rule | None:
     rule = labelled(found, op, operands, [*lead, *whole])
     if grouped:
         _group_heads(found, rule, op.name, rank - 3)
+        is_distinct = len({q, k, v}) == 3
+        if is_distinct and (mask is None or _is_headless(found, mask)):
+            size = prod(atom.size for atom in leaves(found.dims[q][rank - 3]))
+            rule.query_heads = (size, rank - 3)
     found.heads.append(heads)
     return rule
+
+
+def _is_headless(found: Analysis, mask: str) -> bool:
+    return rank_of(found, mask) < 3 or not found.dims[mask][rank_of(found, mask) - 3]
 
 
 def _differ(a: Dim, b: Dim) -> bool:
@@ -285,6 +293,24 @@ def _group_heads(found: Analysis, rule: Rule, name: str, at: int) -> None:
         sides = (*queries, Side(1, (at,)), Side(2, (at,)))
         rule.links.append(Link(size=kv, sides=sides))
     rule.links.append(Link(size=group, sides=tuple(Side(s.operand, s.dims, kv) for s in queries)))
+
+
+def _grouped_mm(found: Analysis, op: Op) -> Rule | None:
+    """Rows sorted by expert times one matrix per expert: rows and experts stay whole."""
+    a = arguments(op)
+    x, w, offsets = reference(a["self"]), reference(a["mat2"]), reference(a["offs"])
+    if x is None or w is None or offsets is None or a["bias"] is not None:
+        return None
+    if rank_of(found, x) != 2 or rank_of(found, w) != 3:
+        return None
+    operands: list[tuple[str, Labels]] = [
+        (x, [None, "k"]),
+        (w, [None, "k", "n"]),
+        (offsets, [None]),
+    ]
+    contracts: dict[int | str, GemmDim] = {"k": "k"}
+    gemm: dict[int | str, GemmDim] = {"n": "n"}
+    return labelled(found, op, operands, [None, "n"], contracts=contracts, gemm=gemm)
 
 
 def _embedding(found: Analysis, op: Op) -> Rule | None:
@@ -345,6 +371,9 @@ _RULES: dict[str, _RuleFunction] = {
     "baddbmm": _baddbmm,
     "einsum": _einsum,
     "scaled_dot_product_attention": _attention,
+    "_grouped_mm": _grouped_mm,
+    "index": view_rules.index,
+    "repeat_interleave": view_rules.repeat_interleave,
     "embedding": _embedding,
     "cross_entropy_loss": _cross_entropy,
 }

@@ -24,6 +24,7 @@ from autoplan.graph import Placement, ShardOption
 from autoplan.program import BlockGraph, Op, Ref, TensorMeta, map_refs
 from autoplan.segments import is_random
 from autoplan.sharded_ops import (
+    QueryHeadAttention,
     RowAddmm,
     RowLinear,
     ShardedRandom,
@@ -191,7 +192,7 @@ class _Lowering:
 
     def _local_op(self, op: Op, option: ShardOption) -> Op:
         """Return the op with local sizes, and with its sharded form where it needs one."""
-        name = op_name(op)
+        name, random = op_name(op), is_random(op)
         output = Placement.parse(option.output)
         if name in _VIEWS:
             # A redistributed value is contiguous, in other strides than the view was captured for;
@@ -211,7 +212,9 @@ class _Lowering:
         if name in ("split", "split_with_sizes"):
             source = self.metas[op.inputs()[0]]
             return _local_split(op, output, self.degree, len(source.shape) if source else 0)
-        if is_random(op):
+        if option.axis == "query_heads":
+            op = replace(op, target=QueryHeadAttention(op.target, self.rank, self.degree))
+        if random:
             return replace(op, target=ShardedRandom(op.target, self.rank))
         if option.output == "P" and name == "linear" and arguments(op)["bias"] is not None:
             return replace(op, target=RowLinear(self.rank))

@@ -17,6 +17,7 @@ from autoplan.plan import Plan
 from autoplan.sharders import Sharder, local_tensor, normalise_gradient
 from autoplan.stages import StageRoot
 from autoplan.step_buffers import StepBuffers
+from autoplan.step_means import StepMeans
 
 __all__ = ["BatchSplitter", "ParallelModule", "Tie"]
 
@@ -89,9 +90,10 @@ class BatchSplitter:
                 parts = f"{self.num_microbatches} micro-batches of {self.rows} rows"
                 if rows > self.rows * self.num_microbatches:
                     parts += f" on each of {self.dp} ranks"
+                where = f"{key}, dimension {dim}" if dim else key
                 raise ValueError(
-                    f"{what} has {got} rows in dimension {dim} of {key}, it must have {rows} "
-                    f"({parts}): pass train_step what shard_batch(global_batch) returns"
+                    f"{what} has {got} rows in {where}, it must have {rows} ({parts}): pass "
+                    "train_step what shard_batch(global_batch) returns"
                 )
         return leaves
 
@@ -133,6 +135,7 @@ class ParallelModule(nn.Module):
         splitter: BatchSplitter,
         ties: Sequence[Tie],
         buffers: StepBuffers,
+        means: StepMeans,
         aliases: Mapping[str, str],
         run_step: Callable[[int], list[torch.Tensor]],
         sources: Sequence[str],
@@ -146,6 +149,7 @@ class ParallelModule(nn.Module):
         self._splitter = splitter
         self._ties = tuple(ties)
         self._changed = buffers
+        self._means = means
         self._aliases = dict(aliases)
         self._run_step = run_step
         self._sources = tuple(sources)
@@ -163,7 +167,9 @@ class ParallelModule(nn.Module):
             ValueError: the batch has another size than the plan's.
         """
         root: StageRoot = self.__dict__["_root"]
-        root.feed(self._splitter.microbatches(batch))
+        microbatches = self._splitter.microbatches(batch)
+        root.feed(microbatches)
+        self._means.begin(microbatches)
         count = self.plan.num_microbatches
         self._sharder.before_step(count)
         self._changed.begin()
@@ -190,7 +196,9 @@ class ParallelModule(nn.Module):
     def forward_microbatch(self, batch: Any) -> torch.Tensor:
         """Return the loss of the first micro-batch with its graph; for measuring, not training."""
         root: StageRoot = self.__dict__["_root"]
-        root.feed(self._splitter.microbatches(batch)[:1])
+        first = self._splitter.microbatches(batch)[:1]
+        root.feed(first)
+        self._means.begin(first)
         loss: torch.Tensor = root()[0]
         return loss
 

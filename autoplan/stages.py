@@ -19,7 +19,14 @@ from autoplan.errors import EmitError
 from autoplan.executor import CompiledFunction, Writer
 from autoplan.program import Op, Program, Ref, TensorMeta, map_refs
 
-__all__ = ["StageRoot", "StageSlice", "build_root", "slice_program", "stage_function"]
+__all__ = [
+    "StageRoot",
+    "StageSlice",
+    "build_root",
+    "side_function",
+    "slice_program",
+    "stage_function",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +130,26 @@ def stage_function(program: Program, stage: StageSlice, device: torch.device) ->
     writer.add(f"return ({''.join(names[n] + ', ' for n in stage.outputs).rstrip()})")
     parameters = [names[n] for n in (*stage.inputs, *stage.batch_inputs)]
     return writer.compile(f"stage{stage.index}", ["call", "side", *parameters])
+
+
+def side_function(
+    program: Program, stage: StageSlice, values: Sequence[str], device: torch.device
+) -> CompiledFunction:
+    """Return `f(side, *batch) -> values`, which runs only the side ops that `values` need.
+
+    `side` is as in `stage_function`, `batch` are the stage's batch inputs.
+    """
+    writer = Writer(device)
+    names = _local_names(program, stage)
+    needed, _ = _side_closure(program, set(values))
+    side = [names[n] for n in (*stage.side_states, *stage.constants)]
+    if side:
+        writer.add(f"{', '.join(side)}{',' if len(side) == 1 else ''} = side")
+    for op in needed:
+        writer.op(_renamed(op, names))
+    writer.add(f"return ({''.join(names[n] + ', ' for n in values).rstrip()})")
+    parameters = [names[n] for n in stage.batch_inputs]
+    return writer.compile(f"side{stage.index}", ["side", *parameters])
 
 
 _RESERVED = ("torch", "aten", "device", "call", "side")

@@ -8,6 +8,7 @@ from typing import Any
 
 from autoplan.axes import RESULT, Analysis, Dim, Link, Rule, Side, cut, fresh, leaves
 from autoplan.axis_labels import (
+    Labels,
     aligned,
     along,
     arguments,
@@ -22,7 +23,9 @@ __all__ = [
     "cat",
     "expand",
     "getitem",
+    "index",
     "permute",
+    "repeat_interleave",
     "select",
     "slice_of",
     "split",
@@ -253,3 +256,29 @@ def getitem(found: Analysis, op: Op) -> Rule | None:
     for dim, atoms in enumerate(dims):
         _link_whole(rule, atoms, dim, dim)
     return rule
+
+
+def repeat_interleave(found: Analysis, op: Op) -> Rule | None:
+    """Repeat along one dimension, which stays whole."""
+    a = arguments(op)
+    x = reference(a["self"])
+    if x is None or not isinstance(a.get("repeats"), int) or a["dim"] is None:
+        return None
+    rank = rank_of(found, x)
+    labels = [None if dim == a["dim"] % rank else dim for dim in range(rank)]
+    return labelled(found, op, [(x, labels)], labels)
+
+
+def index(found: Analysis, op: Op) -> Rule | None:
+    """Take rows by number, as experts are chosen: dimension 0 stays whole, the others follow."""
+    a = arguments(op)
+    x = reference(a["self"])
+    names = [reference(value) for value in a["indices"]]
+    if x is None or len(names) != 1 or names[0] is None or names[0] == x:
+        return None
+    lead = rank_of(found, names[0])
+    if op.meta is None or len(op.meta.shape) != lead + rank_of(found, x) - 1:
+        return None  # a mask
+    rest: list[int | str | None] = list(range(1, rank_of(found, x)))
+    operands: list[tuple[str, Labels]] = [(x, [None, *rest]), (names[0], [None] * lead)]
+    return labelled(found, op, operands, [*([None] * lead), *rest])

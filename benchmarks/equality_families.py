@@ -62,10 +62,12 @@ def _tokens(rows: int, generator: torch.Generator) -> Batch:
 
 
 def _padded(rows: int, generator: torch.Generator) -> Batch:
+    """Rows of unequal lengths: the loss is a mean over other numbers of tokens in each."""
     batch = _tokens(rows, generator)
     lengths = torch.randint(TOKENS // 2, TOKENS + 1, (rows,), generator=generator)
     mask = torch.arange(TOKENS)[None] < lengths[:, None]
-    return {**batch, "attention_mask": mask.long()}
+    labels = batch["labels"].masked_fill(~mask, -100)
+    return {**batch, "labels": labels, "attention_mask": mask.long()}
 
 
 def _images(rows: int, generator: torch.Generator) -> Batch:
