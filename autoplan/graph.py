@@ -15,7 +15,9 @@ from autoplan import codec
 __all__ = [
     "BlockTrace",
     "CallTrace",
+    "DimensionKind",
     "Gemm",
+    "OpDimensions",
     "OpTrace",
     "ParameterTrace",
     "Placement",
@@ -26,6 +28,7 @@ __all__ = [
 ]
 
 OpKind = Literal["gemm", "attention", "memory", "view", "opaque"]
+DimensionKind = Literal["batch", "sequence", "heads", "features", "experts", "spatial", "unknown"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -110,6 +113,25 @@ class SavedTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OpDimensions:
+    """What the dimensions of an op's tensors are, and along which it can be sliced.
+
+    Attributes:
+        inputs: per value that the op reads, in the order of `OpTrace.inputs`, a label per
+            dimension: a `DimensionKind`, or several joined by `*`, outermost first, where axes are
+            merged (`batch*sequence`, `heads*features`).
+        output: of the result; of the first component where it is a tuple.
+        slices: every way to run the op on slices of one axis, with the kind as `axis`: what may be
+            sharded at all, by whichever parallelism. `OpTrace.options` are those that tensor
+            parallelism is offered.
+    """
+
+    inputs: tuple[tuple[str, ...], ...]
+    output: tuple[str, ...]
+    slices: tuple[ShardOption, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpTrace:
     """The numbers of one op of a block graph, for the captured micro-batch size.
 
@@ -145,6 +167,7 @@ class OpTrace:
         signature: equal for ops that take the same time, see `autoplan.signatures`; empty for a
             view.
         options: ways to run it under tensor parallelism; the first is `whole`.
+        dimensions: what its dimensions are; see `OpDimensions`.
     """
 
     name: str
@@ -175,6 +198,7 @@ class OpTrace:
     backward_temp_bytes: int = 0
     signature: str = ""
     options: tuple[ShardOption, ...] = ()
+    dimensions: OpDimensions = OpDimensions(inputs=(), output=(), slices=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,13 +25,22 @@ from autoplan.cluster import Cluster
 from autoplan.costs import Pricer
 from autoplan.frontiers import Decision, Frontiers
 from autoplan.graph import Trace
+from autoplan.limits import Limits, constraint_texts
 from autoplan.plan import Plan, SearchRecord, Simpler
 from autoplan.plan_writer import write_plan
 from autoplan.scaling import interpolate
 from autoplan.search.mesh import Candidate, MeshResult, Progress, search_settings
 from autoplan.search.problem import PipelineSolution
 from autoplan.setting_solver import pipeline_problem, solve_setting
-from autoplan.settings import Optimizer, Setting, Workload, check_pins, settings_of
+from autoplan.settings import (
+    NO_LIMITS,
+    Optimizer,
+    Setting,
+    Workload,
+    broken_rules,
+    check_pins,
+    settings_of,
+)
 from autoplan.times import Tally
 from autoplan.tracer import trace
 
@@ -53,6 +62,7 @@ class Planner:
         cluster: the devices.
         workload: batch size, optimizer, precision.
         pins: settings that are fixed.
+        limits: settings that are bounded or forbidden.
         name: of the model, for reports.
         tally: counts look-ups.
         frontiers: solves the problems of block classes.
@@ -68,6 +78,7 @@ class Planner:
     pins: Mapping[str, Any]
     name: str
     batch_dim: Any = 0
+    limits: Limits = NO_LIMITS
     tally: Tally = field(default_factory=Tally)
     frontiers: Frontiers = field(default_factory=Frontiers)
     trace_time_s: float = 0.0
@@ -121,6 +132,11 @@ class Planner:
             )
         return self._pricers[microbatch_size]
 
+    def forget_prices(self) -> None:
+        """Drop what depends on pins and cluster; traces stay."""
+        self._pricers = {}
+        self.ops_bounds = {}
+
     def settings(self) -> list[Setting]:
         """Return every setting of the space under the pins.
 
@@ -128,7 +144,9 @@ class Planner:
             ValueError: the pins or the batch leave none; says which numbers would do.
         """
         some = self.smallest_trace()
-        found = list(settings_of(self.cluster, self.workload, len(some.calls), self.pins))
+        found = list(
+            settings_of(self.cluster, self.workload, len(some.calls), self.pins, limits=self.limits)
+        )
         if not found:
             raise ValueError(self._why_no_setting(len(some.calls)))
         return found
@@ -141,12 +159,15 @@ class Planner:
     def _why_no_setting(self, num_blocks: int) -> str:
         world, batch = self.cluster.world_size, self.workload.global_batch_size
         degrees = [d for d in range(1, world + 1) if world % d == 0 and batch % d == 0]
-        pins = ", ".join(f"{k}={v}" for k, v in self.pins.items()) or "no pins"
+        given = constraint_texts(self.pins, self.limits).values()
+        pins = ", ".join(given) or "no pins"
+        rules = broken_rules(self.cluster, self.workload, num_blocks, self.pins)
         return (
             f"no setting is possible for {world} devices, global batch {batch} and {pins}: "
             f"dp * tp * pp must be {world}, and dp * num_microbatches * microbatch_size must be "
             f"{batch} (dp may be {', '.join(map(str, degrees))}), with num_microbatches >= pp and "
             f"pp <= {num_blocks} blocks; zero_stage above 0 needs dp above 1"
+            + "".join(f"; {rule}" for rule in rules)
         )
 
     def search(
@@ -238,6 +259,7 @@ def make_planner(
     autocast: torch.dtype | None = None,
     name: str | None = None,
     pins: Mapping[str, Any] | None = None,
+    limits: Limits = NO_LIMITS,
 ) -> Planner:
     """Return the planning problem that `optimize` and `estimate` are asked.
 
@@ -273,6 +295,7 @@ def make_planner(
         cluster=cluster,
         workload=workload,
         pins=pins,
+        limits=limits,
         name=name or type(model).__name__,
         batch_dim=batch_dim,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +18,7 @@ from autoplan.units import format_seconds
 if TYPE_CHECKING:
     from autoplan.search.mesh import Progress as SearchProgress
 
-__all__ = ["explain", "parse_batch_dim", "parse_pins", "plan", "verify"]
+__all__ = ["explain", "parse_batch_dim", "parse_limits", "parse_pins", "plan", "verify"]
 
 _console = Console(stderr=True)
 ModelArgument = Annotated[
@@ -44,6 +45,30 @@ def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
         else:
             pins[name] = value
     return pins
+
+
+def parse_limits(
+    within: Sequence[str], forbid: Sequence[str]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Return bounds from texts such as `tp=1..4` and forbidden values from ones such as `tp=8`.
+
+    Raises:
+        ValueError: a text has another form; says which it should have.
+    """
+    bounds: dict[str, tuple[int, ...]] = {}
+    for text in within:
+        found = re.fullmatch(r"(\w+)=(\d+)\.\.(\d+)", text)
+        if found is None:
+            raise ValueError(f"--within {text!r}: write name=least..largest, as in tp=1..4")
+        bounds[found[1]] = (int(found[2]), int(found[3]))
+    forbidden: dict[str, tuple[int, ...]] = {}
+    for text in forbid:
+        found = re.fullmatch(r"(\w+)=(\d+(?:,\d+)*)", text)
+        if found is None:
+            raise ValueError(f"--forbid {text!r}: write name=value or name=value,value as in tp=8")
+        numbers = tuple(int(number) for number in found[2].split(","))
+        forbidden[found[1]] = (*forbidden.get(found[1], ()), *numbers)
+    return bounds, forbidden
 
 
 def parse_batch_dim(text: str) -> Any:
@@ -83,6 +108,12 @@ def plan(
         str | None, typer.Option(help="Memory per device instead of the profile's: 40GiB.")
     ] = None,
     pin: Annotated[list[str] | None, typer.Option(help="Fix a setting: tp=4. Repeatable.")] = None,
+    within: Annotated[
+        list[str] | None, typer.Option(help="Bound a setting: tp=1..4. Repeatable.")
+    ] = None,
+    forbid: Annotated[
+        list[str] | None, typer.Option(help="Rule out values: tp=8 or pp=2,4. Repeatable.")
+    ] = None,
     optimizer: Annotated[str, typer.Option(help="AdamW, Adam, SGD.")] = "AdamW",
     dtype: Annotated[
         str, typer.Option(help="Of presets and configs; auto: bfloat16 on GPUs without autocast.")
@@ -100,6 +131,8 @@ def plan(
     from autoplan.models import load_model
     from autoplan.optimizing import optimize
 
+    pins = parse_pins(pin or ())
+    bounds, forbidden = parse_limits(within or (), forbid or ())
     target = Cluster.parse(cluster)
     if device_memory is not None:
         target = target.with_memory(device_memory)
@@ -128,7 +161,9 @@ def plan(
                 name=loaded.name,
                 time_limit_s=time_limit,
                 progress=show,
-                **parse_pins(pin or ()),
+                within=bounds,
+                forbid=forbidden,
+                **pins,
             )
     except KeyboardInterrupt:
         typer.echo("autoplan: stopped before any plan that fits was found", err=True)
@@ -182,6 +217,9 @@ def _autocast(name: str) -> Any:
 def explain(
     plan_file: Annotated[Path, typer.Argument(help="A plan that `autoplan plan --out` wrote.")],
     settings: Annotated[bool, typer.Option(help="Also say why each setting lost.")] = False,
+    why_not: Annotated[
+        list[str] | None, typer.Option(help="Also say why not these settings: tp=8,pp=1.")
+    ] = None,
     timeline: Annotated[
         Path | None,
         typer.Option(
@@ -195,6 +233,8 @@ def explain(
     if timeline is not None:
         loaded.timeline().save(timeline)
         typer.echo(f"\npredicted timeline written to {timeline}")
+    for text in why_not or ():
+        typer.echo(f"\nwhy not {text}? {loaded.why_not(**parse_pins([text]))}")
     if settings:
         for name, reason in loaded.search.outcomes.items():
             typer.echo(f"  {name}: {reason}")

@@ -21,9 +21,11 @@ from autoplan.backends import Backend
 from autoplan.batches import LossFn
 from autoplan.capturer import capture
 from autoplan.custom_ops import custom_op
+from autoplan.dimensions import program_dimensions
 from autoplan.graph import (
     BlockTrace,
     CallTrace,
+    OpDimensions,
     OpTrace,
     ParameterTrace,
     SavedTensor,
@@ -104,8 +106,11 @@ def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str
                 runs[call.graph] = run_block(graph, inputs, backend, meter, call.fqn, buffers)
             values.update(zip(call.outs, runs[call.graph].outputs, strict=True))
         written = _written_storages(program, runs)
+        dimensions = program_dimensions(program)
         blocks = tuple(
-            _block_trace(program, index, runs[index], made_by_calls, written[index])
+            _block_trace(
+                program, index, runs[index], made_by_calls, written[index], dimensions[index]
+            )
             for index in range(len(program.graphs))
         )
         sizes = {name: _nbytes(value) for name, value in values.items()}
@@ -156,7 +161,12 @@ def _value_trace(name: str, meta: TensorMeta | None, *, is_activation: bool) -> 
 
 
 def _block_trace(
-    program: Program, index: int, run: BlockRun, made_by_calls: set[str], written: set[int]
+    program: Program,
+    index: int,
+    run: BlockRun,
+    made_by_calls: set[str],
+    written: set[int],
+    dimensions: Mapping[str, OpDimensions],
 ) -> BlockTrace:
     graph = program.graphs[index]
     call = next(call for call in program.calls if call.graph == index)
@@ -181,7 +191,10 @@ def _block_trace(
             )
             for state in graph.states
         ),
-        ops=_op_traces(graph, run, written, program.autocast),
+        ops=tuple(
+            replace(op, dimensions=dimensions[op.name])
+            for op in _op_traces(graph, run, written, program.autocast)
+        ),
         outputs=graph.outputs,
     )
 
