@@ -32,10 +32,10 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _rows(block: BlockTrace) -> list[tuple[str, ...]]:
-    shapes = {value.name: value.shape for value in (*block.inputs, *block.states)}
+    shapes = {value.name: value.shape for value in block.inputs}
+    shapes |= {state.name: state.shape for state in block.states}
     rows: list[tuple[str, ...]] = [("op", "dimensions", "may be sharded")]
-    for value in (*block.inputs, *block.states):
-        rows.append((value.name, _read_as(block, value.name, shapes), ""))
+    rows += [(name, _read_as(block, name, shapes), "") for name in shapes]
     for op in block.ops:
         rows.append((op.name, _labelled(op.dimensions.output, op.shape), _slices(op)))
     return rows

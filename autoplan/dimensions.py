@@ -172,7 +172,8 @@ class _Kinds:
         return axes
 
     def _is_batch(self, atom: Atom) -> bool:
-        return atom not in self.possible and self.known.get(atom, (0, ""))[1] == "batch"
+        known = self.known.get(atom)
+        return atom not in self.possible and known is not None and known[1] == "batch"
 
     def label(self, dim: Dim) -> str:
         """Return what a dimension is; of several axes the kinds, outermost first."""

@@ -175,7 +175,8 @@ class Attention(nn.Module):
         shares = self.router(x).softmax(-1)
         hidden = torch.relu(torch.einsum("bsf,efh->bseh", x, self.up))
         out = torch.einsum("bseh,ehf->bsef", hidden, self.down)
-        return (out * shares.unsqueeze(-1)).sum(2)
+        result: torch.Tensor = (out * shares.unsqueeze(-1)).sum(2)
+        return result
 
 
 def labels_of(sizes: tuple[int, ...]) -> list[tuple[Any, ...]]:
@@ -234,7 +235,8 @@ class Convolutions(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.max_pool2d(self.own(self.full(x)), 2)
         x = self.batch_norm(self.norm(self.back(self.grouped(x))))
-        return F.interpolate(x, scale_factor=2, mode="bilinear").softmax(1)
+        larger: torch.Tensor = F.interpolate(x, scale_factor=2, mode="bilinear")
+        return larger.softmax(1)
 
 
 def part(tensor: torch.Tensor, text: str, size: int, rank: int, degree: int) -> torch.Tensor:
@@ -244,8 +246,10 @@ def part(tensor: torch.Tensor, text: str, size: int, rank: int, degree: int) -> 
         return tensor
     dim, outer = placement.dim, placement.outer
     inner = tensor.shape[dim] // (outer * size)
-    whole = tensor.unflatten(dim, (outer, size, inner))
-    return whole.chunk(degree, dim + 1)[rank].flatten(dim, dim + 2).contiguous()
+    shape = tensor.shape
+    whole = tensor.reshape(*shape[:dim], outer, size, inner, *shape[dim + 1 :])
+    own: torch.Tensor = whole.chunk(degree, dim + 1)[rank]
+    return own.flatten(dim, dim + 2).contiguous()
 
 
 def run_sliced(op: Op, values: Mapping[str, torch.Tensor], option: ShardOption) -> torch.Tensor:
@@ -263,8 +267,9 @@ def run_sliced(op: Op, values: Mapping[str, torch.Tensor], option: ShardOption) 
     if option.output == "P":
         return torch.stack(results).sum(0)
     placement = Placement.parse(option.output)
-    parts = [r.unflatten(placement.dim, (placement.outer, -1)) for r in results]
-    return torch.cat(parts, placement.dim + 1).flatten(placement.dim, placement.dim + 1)
+    dim, outer = placement.dim, placement.outer
+    parts = [r.reshape(*r.shape[:dim], outer, -1, *r.shape[dim + 1 :]) for r in results]
+    return torch.cat(parts, dim + 1).flatten(dim, dim + 1)
 
 
 def run(op: Op, own: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]) -> torch.Tensor:
