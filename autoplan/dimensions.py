@@ -172,8 +172,7 @@ class _Kinds:
         return axes
 
     def _is_batch(self, atom: Atom) -> bool:
-        known = self.known.get(atom)
-        return atom not in self.possible and known is not None and known[1] == "batch"
+        return atom not in self.possible and self.known.get(atom, (0, "unknown"))[1] == "batch"
 
     def label(self, dim: Dim) -> str:
         """Return what a dimension is; of several axes the kinds, outermost first."""

@@ -152,7 +152,12 @@ class OpTrace:
         forward_bytes: bytes read and written forward.
         backward_bytes: backward.
         saved: what autograd keeps for it.
-        mark_bytes: bytes that a keep mark holds: all results of kernels inside that are no views.
+        casts: copies of states that autocast makes for it, in its own dtype and once a block; they
+            live until the block's forward ends, and longer where `saved` names them.
+        cast_bytes: read and written forward by the copies that autocast makes.
+        backward_cast_bytes: and backward.
+        mark_bytes: bytes that a keep mark holds: all results of kernels inside that are no views
+            and no copies of autocast.
         may_mark: whether a keep mark is legal (no view, not random, not mutated later).
         is_random: draws from the random state.
         mutates: writes to one of its inputs.
@@ -179,6 +184,9 @@ class OpTrace:
     forward_bytes: int = 0
     backward_bytes: int = 0
     saved: tuple[SavedTensor, ...] = ()
+    casts: tuple[SavedTensor, ...] = ()
+    cast_bytes: int = 0
+    backward_cast_bytes: int = 0
     mark_bytes: int = 0
     may_mark: bool = False
     is_random: bool = False

@@ -93,7 +93,7 @@ def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str
     if backend not in ("cpu", "cuda"):
         raise ValueError(f"backend is {backend!r}: it must be 'cpu' or 'cuda'")
     made_by_calls = {out for call in program.calls for out in call.outs}
-    meter = OpMeter(backend)
+    meter = OpMeter(backend, is_autocast=program.autocast is not None)
     runs: dict[int, BlockRun] = {}
     with FakeTensorMode(), torch.enable_grad(), around_step(program.autocast):
         values = side_values(program)
@@ -243,6 +243,9 @@ def _op_trace(
             SavedTensor(value=run.owners.get(key, ""), nbytes=nbytes)
             for key, nbytes in run.saved[op.name].items()
         ),
+        casts=tuple(SavedTensor(value=n, nbytes=b) for n, b in run.casts.get(op.name, {}).items()),
+        cast_bytes=cost.cast_bytes,
+        backward_cast_bytes=cost.backward_cast_bytes,
         mark_bytes=cost.mark_bytes,
         may_mark=is_plain and is_float and cost.mark_bytes > 0,
         is_random=is_random(op),

@@ -52,6 +52,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "layout_check",
         "tracer",
     ),
+    ("limits",),
     ("settings", "local", "times", "liveness", "memory", "scaling"),
     ("block_choice",),
     ("frontiers",),
@@ -59,7 +60,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("stage_pricing", "plan_timeline"),
     ("plan_writer", "simple"),
     ("bounds", "setting_solver", "verifier", "report", "dimension_report"),
-    ("remedies",),
+    ("remedies", "reasons"),
     ("planner",),
     ("estimating", "optimizing"),
     (
