@@ -298,9 +298,20 @@ class Pricer:
         return self.tally.add(self.cluster.device.optimizer_time_s(traffic))
 
     def stage_block(
-        self, call: int, decision: Decision, setting: Setting, held: set[str]
+        self,
+        call: int,
+        decision: Decision,
+        setting: Setting,
+        held: set[str],
+        values: set[str] | None = None,
     ) -> StageBlock:
-        """Return a call as the memory model reads it."""
+        """Return a call as the memory model reads it.
+
+        Args:
+            call, decision, setting, held: as in `group`.
+            values: activations that earlier calls of the stage keep, to count each once; those that
+                this call keeps are added. None: this call counts all that it keeps.
+        """
         block = self.trace.calls[call].block
         base = self.base(block, decision, setting.tp)
         return StageBlock(
@@ -309,7 +320,18 @@ class Pricer:
             group=self.group(call, decision, setting, held),
             is_glue=self.trace.blocks[block].is_glue,
             input_bytes=sum(base.local.inputs.values()),
+            shared_bytes=0 if values is None else self._shared_bytes(call, base, values),
         )
+
+    def _shared_bytes(self, call: int, base: _BlockBase, values: set[str]) -> int:
+        trace_call, local, memory = self.trace.calls[call], base.local, base.memory
+        inputs = self.trace.blocks[trace_call.block].inputs
+        names = zip((v.name for v in inputs), trace_call.args, strict=True)
+        kept = {value: name for name, value in names if name in memory.held_inputs}
+        shared = sum(local.inputs[name] for value, name in kept.items() if value in values)
+        outs = zip(local.outputs, trace_call.outs, strict=True)
+        values |= kept.keys() | {value for name, value in outs if name in memory.held_outputs}
+        return shared
 
     def side_bytes(self, calls: Sequence[int], decisions: Sequence[Decision], tp: int) -> int:
         """Return bytes of side values that one micro-batch holds in a stage, each once."""
@@ -484,7 +506,8 @@ class Pricer:
     ) -> StageMemory:
         calls = range(starts[stage], ends[stage])
         held: set[str] = set()
-        blocks = [self.stage_block(c, decisions[c], setting, held) for c in calls]
+        values: set[str] = set()
+        blocks = [self.stage_block(c, decisions[c], setting, held, values) for c in calls]
         entering, leaving = self.crossing(setting, stage, starts)
         return stage_memory(
             blocks,

@@ -270,7 +270,7 @@ class _Walk:
             self.at = (self.at[0], index)
             self._gather_forward(index)
             self.note(f"forward of block {index}", block.input_bytes + block.memory.forward_peak)
-            self.activations += block.memory.kept
+            self.activations += block.own_kept
             if self.zero == 3 and index in self.compute:
                 self.gathered.pop(index, None)
         self.activations += self.leaving
@@ -329,7 +329,7 @@ class _Walk:
         adds_up = block.is_glue and seen in self._marks
         memory = block.memory if is_first and not adds_up else block.accumulating
         self.note(f"backward of block {index}", memory.backward_peak - memory.kept)
-        self.activations -= block.memory.kept
+        self.activations -= block.own_kept
         if not adds_up:
             made = block.group.gathered_grads
             if not block.is_glue and has_grads and not self.is_mixed:

@@ -29,9 +29,12 @@ def plan_costs(
     stages = []
     for stage, (start, end) in enumerate(zip(starts, ends, strict=True)):
         held: set[str] = set()
+        values: set[str] = set()
         blocks = tuple(
             _named(
-                names, _title(pricer, call), _block(pricer, setting, call, decisions[call], held)
+                names,
+                _title(pricer, call),
+                _block(pricer, setting, call, decisions[call], held, values),
             )
             for call in range(start, end)
         )
@@ -62,7 +65,12 @@ def _title(pricer: Pricer, call: int) -> str:
 
 
 def _block(
-    pricer: Pricer, setting: Setting, call: int, decision: Decision, held: set[str]
+    pricer: Pricer,
+    setting: Setting,
+    call: int,
+    decision: Decision,
+    held: set[str],
+    values: set[str],
 ) -> BlockCosts:
     base = pricer.base(pricer.trace.calls[call].block, decision, setting.tp)
     gather_s, reduce_s = pricer.zero_seconds(pricer.group(call, decision, setting, set()), setting)
@@ -79,7 +87,7 @@ def _block(
             reduce=reduce_s,
             optimizer=pricer.price(call, decision, setting).once_by_category["optimizer"],
         ),
-        bytes=pricer.stage_block(call, decision, setting, held),
+        bytes=pricer.stage_block(call, decision, setting, held, values),
     )
 
 
