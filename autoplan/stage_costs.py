@@ -57,6 +57,8 @@ class GroupBytes:
         gathered: in the dtype of the computation, as an unsharded copy holds them.
         gathered_grads: gradients of the trained ones in the dtype of the computation.
         largest: the largest stored parameter.
+        early_grads: bytes of gradients that this block's backward makes first, of parameters that
+            count with an earlier block of the stage, such as a tied embedding.
     """
 
     stored: int
@@ -64,6 +66,7 @@ class GroupBytes:
     gathered: int
     gathered_grads: int
     largest: int = 0
+    early_grads: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What two blocks of a stage keep lives once: one's output is the next one's input."""
+"""What several blocks of a stage hold lives once, from the first that makes it to the last."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Rectified(nn.Module):
         self.linear = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.linear(x))
+        result: torch.Tensor = torch.relu(self.linear(x))
+        return result
 
 
 class Reread(nn.Module):
@@ -46,7 +47,26 @@ class _Product(nn.Module):
         self.linear = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-        return x + self.linear(x) * memory
+        result: torch.Tensor = x + self.linear(x) * memory
+        return result
+
+
+class Tied(nn.Module):
+    """The head's weight is the embedding's, and larger than everything else."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(512, width)
+        self.blocks = nn.ModuleList(Rectified(width) for _ in range(4))
+        self.head = nn.Linear(width, 512, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        result: torch.Tensor = self.head(x[:, -1])
+        return result
 
 
 def measured_peak(plan: Any, model: nn.Module, batch: torch.Tensor) -> int:
@@ -61,13 +81,21 @@ def measured_peak(plan: Any, model: nn.Module, batch: torch.Tensor) -> int:
     return meter.peak_bytes
 
 
-def _rank(rank: int, kind: str, recompute: str) -> tuple[int, int]:
+def _rank(rank: int, kind: str, recompute: str, num_microbatches: int = 1) -> tuple[int, int]:
     torch.manual_seed(0)
     width, batch = 16, torch.randn(512, 16)
-    chain = nn.Sequential(*(Rectified(width) for _ in range(6)))
-    model = chain if kind == "rectified" else Reread(width)
+    model: nn.Module = nn.Sequential(*(Rectified(width) for _ in range(6)))
+    if kind != "rectified":
+        model = Reread(width) if kind == "reread" else Tied(width)
+    if kind == "tied":
+        batch = torch.randint(512, (8, 32))
     plan = estimate(
-        model, "1:cpu", batch, loss_fn=mean_square, microbatch_size=512, recompute=recompute
+        model,
+        "1:cpu",
+        batch,
+        loss_fn=mean_square,
+        microbatch_size=len(batch) // num_microbatches,
+        recompute=recompute,
     ).plan
     reserve = plan.predicted.memory_by_category[0]["reserve"]
     predicted = plan.predicted.peak_memory_bytes[0] - reserve
@@ -81,3 +109,11 @@ def test_a_value_that_several_blocks_keep_counts_once(kind: str, recompute: str)
 
     ((predicted, measured),) = run_workers(_rank, 1, kind, recompute)
     assert predicted == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_the_gradient_of_a_tied_weight_lives_from_the_head_on(num_microbatches: int) -> None:
+    from tests.distributed import run_workers
+
+    ((predicted, measured),) = run_workers(_rank, 1, "tied", "none", num_microbatches)
+    assert predicted == pytest.approx(measured, rel=0.02)
