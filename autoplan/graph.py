@@ -304,6 +304,12 @@ class Trace:
     fingerprint: str
     versions: dict[str, str]
 
+    def dimension_report(self) -> str:
+        """Return as text what each dimension of every op is, and what may be sharded."""
+        from autoplan.dimension_report import dimension_report
+
+        return dimension_report(self)
+
     def to_json(self) -> str:
         """Return readable JSON text."""
         return codec.dumps(self)

@@ -61,7 +61,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("costs",),
     ("stage_pricing", "plan_timeline"),
     ("plan_writer", "simple"),
-    ("bounds", "setting_solver", "verifier", "report"),
+    ("bounds", "setting_solver", "verifier", "report", "dimension_report"),
     ("remedies", "reasons"),
     ("planner",),
     ("estimating", "optimizing"),
