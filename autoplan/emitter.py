@@ -8,7 +8,7 @@ the block modules, and torch's pipeline schedules drive the stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoplan import compat
 from autoplan.autocast import dtype_of
+from autoplan.backends import Backend
 from autoplan.batches import BatchDims
 from autoplan.calls import BoundCall, install
 from autoplan.capturer import capture
@@ -29,6 +30,7 @@ from autoplan.microbatches import pipeline_runner
 from autoplan.plan import Plan
 from autoplan.processes import agree, ensure_process_group, seed_ranks
 from autoplan.program import Program
+from autoplan.runner import true_metas
 from autoplan.runtime import BatchSplitter, ParallelModule, Tie
 from autoplan.sharders import Sharder, Unsharded, shard
 from autoplan.stages import (
@@ -81,6 +83,8 @@ def parallelize(
     assert program is not None, "no program without a problem"
     if plan.mixed_precision != "none":
         _store_in_float32(model)
+    backend: Backend = "cuda" if place.type == "cuda" else "cpu"
+    program = replace(program, metas=true_metas(program, backend))
     mesh = _mesh(plan, place, timeout_s)
     module = _Emission(plan, program, model, place, mesh, timeout_s).build()
     seed_ranks(plan.mesh)
