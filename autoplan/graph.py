@@ -164,6 +164,8 @@ class OpTrace:
         needs_grad: whether a gradient flows through it.
         forward_temp_bytes: largest transient inside the kernel forward, result excluded.
         backward_temp_bytes: largest transient inside its backward, result gradients excluded.
+        signature: equal for ops that take the same time, see `autoplan.signatures`; empty for a
+            view.
         options: ways to run it under tensor parallelism; the first is `whole`.
         dimensions: what its dimensions are; see `OpDimensions`.
     """
@@ -194,6 +196,7 @@ class OpTrace:
     needs_grad: bool = True
     forward_temp_bytes: int = 0
     backward_temp_bytes: int = 0
+    signature: str = ""
     options: tuple[ShardOption, ...] = ()
     dimensions: OpDimensions = OpDimensions(inputs=(), output=(), slices=())
 

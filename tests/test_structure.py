@@ -49,6 +49,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "dimension_evidence",
         "dimensions",
         "runner",
+        "signatures",
         "layout_check",
         "tracer",
     ),
@@ -78,7 +79,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "calls",
         "emitter",
     ),
-    ("training",),
+    ("training", "op_runner", "op_profiler"),
     ("planning_commands", "running_commands"),
     ("cli",),
 )
