@@ -14,9 +14,10 @@ from autoplan.cluster import Cluster
 from autoplan.errors import ProfileError
 from autoplan.graph import Gemm, OpTrace, ShardOption
 from autoplan.local import LocalOp
+from autoplan.op_classes import class_point
 from autoplan.profiles.device import DeviceProfile
 from autoplan.profiles.op_times import measured_ops
-from autoplan.profiles.tables import Lookup
+from autoplan.profiles.tables import ATTENTION_DIRECTIONS, Lookup
 from autoplan.signatures import local_signature
 
 __all__ = ["OpTime", "Tally", "Timer", "overlaps_communication"]
@@ -119,9 +120,35 @@ class Timer:
             return self._with_casts(products, op, split)
         if op.kind == "attention" and op.attention is not None:
             return self._with_casts(self._attention_time(op, split), op, split)
+        classed = self._class_time(op, split)
+        if classed is not None:
+            return classed
         forward = self._memory_s(op.forward_bytes / split)
         backward = self._memory_s(op.backward_bytes / split) if op.needs_grad else 0.0
         return OpTime(forward_s=forward, backward_s=backward)
+
+    def _class_time(self, op: OpTrace, split: int) -> OpTime | None:
+        """Return the seconds of an op whose class the profile has a table of, if it has."""
+        point = class_point(op) if self.device.op_classes else None
+        if point is None:
+            return None
+        seconds = []
+        for direction in ATTENTION_DIRECTIONS:
+            found = self.device.op_class_time_s(
+                point.op_class,
+                -(-point.rows // split),
+                point.width,
+                dtype=point.dtype,
+                direction=direction,
+            )
+            if found is None:
+                return None
+            seconds.append(found)
+        forward, backward = seconds
+        return OpTime(
+            forward_s=self.tally.add(forward),
+            backward_s=self.tally.add(backward) if op.needs_grad else 0.0,
+        )
 
     def _with_casts(self, time: OpTime, op: OpTrace, split: int) -> OpTime:
         """Add the copies that autocast makes of operands and gradients."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from autoplan.errors import ProfileError
@@ -31,6 +31,7 @@ from autoplan.profiles.tables import (
     How,
     Lookup,
     MemoryTable,
+    OpClassTable,
     RatePoints,
     TimeCurve,
 )
@@ -75,7 +76,8 @@ class DeviceProfile:
         host_link_bytes_per_s: device to host, one direction.
         optimizer_bytes_per_s: bytes read and written per second of an optimizer step; None: as
             other memory-bound kernels.
-        gemm, attention, memory_bound: the measured tables.
+        gemm, attention, memory_bound, op_classes: the measured tables.
+        measurements: single measured numbers by name, with their unit in it.
         intra, inter: the links that such devices usually have inside a node and between nodes.
         origins: the sources by id.
         origin_by_field: for every number outside the tables, the id of its origin;
@@ -95,6 +97,8 @@ class DeviceProfile:
     gemm: tuple[GemmTable, ...] = ()
     attention: tuple[AttentionTable, ...] = ()
     memory_bound: tuple[MemoryTable, ...] = ()
+    op_classes: tuple[OpClassTable, ...] = ()
+    measurements: Mapping[str, float] = field(default_factory=dict)
     intra: LinkProfile | None = None
     inter: LinkProfile | None = None
     origins: Mapping[str, Origin]
@@ -118,6 +122,7 @@ class DeviceProfile:
             *(table.origin for table in self.gemm),
             *(table.origin for table in self.attention),
             *(table.origin for table in self.memory_bound),
+            *(table.origin for table in self.op_classes),
         ]
         check_origins(self.origins, self.origin_by_field, numbers, table_origins)
         for level in ("intra", "inter"):
@@ -221,6 +226,23 @@ class DeviceProfile:
         """
         return _memory_time_s(self, nbytes)
 
+    def op_class_time_s(
+        self, op_class: str, rows: int, width: int, *, dtype: str, direction: AttentionDirection
+    ) -> Lookup | None:
+        """Return the time of an op of a measured class, or None where no table has it.
+
+        Args:
+            op_class: one of `OP_CLASSES`.
+            rows, width: of its input; of an embedding's result.
+            dtype: of its input.
+            direction: forward or backward.
+        """
+        points = _class_points(self, op_class, dtype, direction)
+        if points is None or rows * width == 0:
+            return None
+        rate, how = points.rate(rows, width, 1)
+        return Lookup(time_s=max(self.launch_overhead_s, rows * width / rate), how=how)
+
     def optimizer_time_s(self, nbytes: float) -> Lookup:
         """Return the time of an optimizer step that reads and writes `nbytes` in all."""
         if self.optimizer_bytes_per_s is None:
@@ -250,6 +272,10 @@ class DeviceProfile:
                 replace(t, rows=tuple((*r[:3], r[3] * flops) for r in t.rows))
                 for t in self.attention
             ),
+            op_classes=tuple(
+                replace(t, rows=tuple((*r[:2], r[2] * bandwidth) for r in t.rows))
+                for t in self.op_classes
+            ),
             memory_bound=tuple(
                 replace(t, rows=tuple((b, r * bandwidth) for b, r in t.rows))
                 for t in self.memory_bound
@@ -260,7 +286,8 @@ class DeviceProfile:
         values = {name: getattr(self, name) for name in _SCALAR_FIELDS}
         numbers = {name: value for name, value in values.items() if value is not None}
         peaks = {f"peak_flops_per_s.{d}": f for d, f in self.peak_flops_per_s.items()}
-        return {**numbers, **peaks}
+        measured = {f"measurements.{name}": value for name, value in self.measurements.items()}
+        return {**numbers, **peaks, **measured}
 
     def _check_dtypes(self) -> None:
         for dtype in self.peak_flops_per_s:
@@ -379,6 +406,20 @@ def _memory_time_s(profile: DeviceProfile, nbytes: float) -> Lookup:
     else:
         time_s, how = curve.time_s(nbytes)
     return Lookup(time_s=max(time_s, profile.launch_overhead_s), how=how)
+
+
+@lru_cache(maxsize=1024)
+def _class_points(
+    profile: DeviceProfile, op_class: str, dtype: str, direction: str
+) -> RatePoints | None:
+    wanted = (op_class, dtype, direction)
+    rows = [
+        (count, width, 1, rate)
+        for table in profile.op_classes
+        if (table.op_class, table.dtype, table.direction) == wanted
+        for count, width, rate in table.rows
+    ]
+    return RatePoints(rows) if rows else None
 
 
 @lru_cache(maxsize=1024)

@@ -22,6 +22,7 @@ __all__ = [
     "ATTENTION_DIRECTIONS",
     "COLLECTIVES",
     "GEMM_DIRECTIONS",
+    "OP_CLASSES",
     "AttentionDirection",
     "AttentionTable",
     "Collective",
@@ -31,6 +32,7 @@ __all__ = [
     "How",
     "Lookup",
     "MemoryTable",
+    "OpClassTable",
     "RatePoints",
     "TimeCurve",
 ]
@@ -48,6 +50,21 @@ COLLECTIVES: tuple[Collective, ...] = (
     "reduce_scatter",
     "all_to_all",
     "send",
+)
+
+OP_CLASSES = (
+    "layer_norm",
+    "rms_norm",
+    "batch_norm",
+    "group_norm",
+    "softmax",
+    "cross_entropy",
+    "embedding",
+    "dropout",
+    "gelu",
+    "silu",
+    "relu",
+    "mul",
 )
 
 NUM_NEIGHBORS = 4  # rows; chosen by leave-one-out on the published GEMM tables
@@ -108,6 +125,27 @@ class MemoryTable:
 
     def __post_init__(self) -> None:
         _check_rows("memory_bound", self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpClassTable:
+    """Speeds of one class of ops that are no products; rows are (rows, width, numbers_per_s).
+
+    The numbers of the input count: `rows * width`; of an embedding those of the result.
+    """
+
+    op_class: str
+    dtype: str
+    direction: AttentionDirection
+    origin: str
+    rows: tuple[tuple[int, int, float], ...]
+
+    def __post_init__(self) -> None:
+        _check_rows("op_classes", self.rows)
+        if self.op_class not in OP_CLASSES:
+            raise ValueError(
+                f"op_class: {self.op_class!r} is unknown; allowed are {', '.join(OP_CLASSES)}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

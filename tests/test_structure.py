@@ -54,6 +54,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "tracer",
     ),
     ("limits",),
+    ("op_classes",),
     ("settings", "local", "times", "liveness", "memory", "scaling"),
     ("block_choice",),
     ("frontiers",),
