@@ -63,6 +63,7 @@ class Planner:
         workload: batch size, optimizer, precision.
         pins: settings that are fixed.
         limits: settings that are bounded or forbidden.
+        even_cuts: give every stage the same number of blocks, to compare with what is usual.
         name: of the model, for reports.
         tally: counts look-ups.
         frontiers: solves the problems of block classes.
@@ -79,6 +80,7 @@ class Planner:
     name: str
     batch_dim: Any = 0
     limits: Limits = NO_LIMITS
+    even_cuts: bool = False
     tally: Tally = field(default_factory=Tally)
     frontiers: Frontiers = field(default_factory=Frontiers)
     trace_time_s: float = 0.0
