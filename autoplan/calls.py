@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan import compat
+from autoplan.autocast import around_step
 from autoplan.executor import compile_graph
 from autoplan.program import BlockGraph
 from autoplan.recompute import KeepPlan, Nowhere, keep_plan, run_region
@@ -37,21 +39,29 @@ class BoundCall:
         keep: Sequence[str],
         localise: Sequence[Localise | None],
         device: torch.device,
+        autocast: torch.dtype | None = None,
     ) -> None:
         self._holders = [find_state(root, fqn) for fqn in fqns]
         self._localise = list(localise)
         self._mode = mode
+        self._autocast = functools.partial(around_step, autocast, device.type)
         written = written_values(graph.ops) if mode != "none" else set()
         self._cloned = [i for i, name in enumerate(graph.inputs) if name in written]
         self._changed = [i for i, state in enumerate(graph.states) if state.name in written]
         self._keep: KeepPlan | None = None
         if mode == "selective":
-            self._keep = keep_plan(graph.ops, keep)
+            self._keep = keep_plan(graph.ops, keep, is_autocast=autocast is not None)
         compiled = compile_graph(graph, device, is_marked=self._keep is not None)
         self._function = compiled.function
         self.source = compiled.source
 
     def __call__(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        # Each call has a context of its own, so that its casts of weights do not outlive it in the
+        # cache of autocast; checkpointing enters the same context for the second run.
+        with self._autocast():
+            return self._call(*inputs)
+
+    def _call(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
         if self._mode == "none" or not torch.is_grad_enabled():
             return self._run(*([Nowhere()] if self._keep is not None else []), *inputs)
         if not self._cloned and not self._changed:

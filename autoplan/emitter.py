@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoplan import compat
+from autoplan.autocast import dtype_of
 from autoplan.batches import BatchDims
 from autoplan.calls import BoundCall, install
 from autoplan.capturer import capture
@@ -123,6 +124,7 @@ def _recapture(
             loss_fn,
             microbatch_size=plan.microbatch_size,
             batch_dim=BatchDims(plan.batch_dims) if plan.batch_dims else 0,
+            autocast=dtype_of(plan.autocast),
         )
     except Exception as error:  # handed to `agree`, which raises it on every rank
         return None, error
@@ -220,6 +222,7 @@ class _Emission:
                 keep=recompute.keep,
                 localise=local[block.call].localise,
                 device=self.device,
+                autocast=program.autocast,
             )
             if call.fqn:
                 install(root.get_submodule(call.fqn), block.call, calls[block.call])

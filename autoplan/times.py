@@ -6,14 +6,18 @@ Every number comes from a profile look-up; a `Tally` counts how each was found.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import torch
 
 from autoplan.cluster import Cluster
 from autoplan.errors import ProfileError
-from autoplan.graph import Gemm, OpTrace
+from autoplan.graph import Gemm, OpTrace, ShardOption
 from autoplan.local import LocalOp
 from autoplan.profiles.device import DeviceProfile
+from autoplan.profiles.op_times import measured_ops
 from autoplan.profiles.tables import Lookup
+from autoplan.signatures import local_signature
 
 __all__ = ["OpTime", "Tally", "Timer", "overlaps_communication"]
 
@@ -62,12 +66,16 @@ class Timer:
         self.link = cluster.link_for(degree, 1)
         self.tally = tally or Tally()
         self._times: dict[tuple[int, str, bool], OpTime] = {}
+        # What-if devices have the name of the one that they were made from.
+        is_real = "(scaled:" not in self.device.description
+        version = str(torch.__version__)
+        self._measured = measured_ops(self.device.name, version) if is_real else {}
 
     def op_time(self, op: LocalOp) -> OpTime:
         """Return the seconds of one local op."""
         if op.op is None:
             return self._conversion_time(op)
-        return self.traced_time(op.op, op.option.gemm_dim, op.option.is_split)
+        return self.traced_time(op.op, op.option)
 
     def _conversion_time(self, op: LocalOp) -> OpTime:
         assert op.transition is not None, "a conversion carries its transition"
@@ -88,11 +96,18 @@ class Timer:
             return self.tally.add(self.device.memory_time_s(2 * nbytes / self.degree))
         return self.link.collective_time_s(name, nbytes, self.degree)  # type: ignore[arg-type]
 
-    def traced_time(self, op: OpTrace, gemm_dim: str, is_split: bool) -> OpTime:
-        """Return the seconds of a traced op, its work divided along `gemm_dim` or at all."""
-        key = (id(op), gemm_dim, is_split)
+    def traced_time(self, op: OpTrace, option: ShardOption) -> OpTime:
+        """Return the seconds of one rank's share of a traced op: measured ones if there are any."""
+        signature = local_signature(op, option, self.degree) if self._measured else ""
+        measured = self._measured.get(signature)
+        key = (id(op), signature if measured else option.gemm_dim, option.is_split)
         if key not in self._times:
-            self._times[key] = self._new_time(op, gemm_dim, is_split)
+            if measured is not None:
+                self.tally.counts["measured"] += 1
+                found = OpTime(forward_s=measured.forward_s, backward_s=measured.backward_s)
+            else:
+                found = self._new_time(op, option.gemm_dim, option.is_split)
+            self._times[key] = found
         return self._times[key]
 
     def _new_time(self, op: OpTrace, gemm_dim: str, is_split: bool) -> OpTime:
@@ -100,12 +115,21 @@ class Timer:
         if op.kind == "view":
             return OpTime(forward_s=0.0, backward_s=0.0)
         if op.kind == "gemm" and op.gemm is not None and op.forward_flops > 0:
-            return self._gemm_time(op, _divided(op.gemm, gemm_dim, self.degree))
+            products = self._gemm_time(op, _divided(op.gemm, gemm_dim, self.degree))
+            return self._with_casts(products, op, split)
         if op.kind == "attention" and op.attention is not None:
-            return self._attention_time(op, split)
+            return self._with_casts(self._attention_time(op, split), op, split)
         forward = self._memory_s(op.forward_bytes / split)
         backward = self._memory_s(op.backward_bytes / split) if op.needs_grad else 0.0
         return OpTime(forward_s=forward, backward_s=backward)
+
+    def _with_casts(self, time: OpTime, op: OpTrace, split: int) -> OpTime:
+        """Add the copies that autocast makes of operands and gradients."""
+        return replace(
+            time,
+            forward_s=time.forward_s + self._memory_s(op.cast_bytes / split),
+            backward_s=time.backward_s + self._memory_s(op.backward_cast_bytes / split),
+        )
 
     def _memory_s(self, nbytes: float) -> float:
         return self.tally.add(self.device.memory_time_s(nbytes)) if nbytes > 0 else 0.0

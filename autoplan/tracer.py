@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ from autoplan.backends import Backend
 from autoplan.batches import LossFn
 from autoplan.capturer import capture
 from autoplan.custom_ops import custom_op
+from autoplan.dimensions import program_dimensions
 from autoplan.graph import (
     BlockTrace,
     CallTrace,
+    OpDimensions,
     OpTrace,
     ParameterTrace,
     SavedTensor,
@@ -37,6 +40,7 @@ from autoplan.program import BlockGraph, Call, Op, Program, TensorMeta
 from autoplan.runner import BlockRun, run_block, side_values
 from autoplan.segments import is_random, mutates_input, written_inputs
 from autoplan.sharding import shard_options
+from autoplan.signatures import op_signature
 
 __all__ = ["trace", "trace_program"]
 
@@ -90,7 +94,7 @@ def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str
     if backend not in ("cpu", "cuda"):
         raise ValueError(f"backend is {backend!r}: it must be 'cpu' or 'cuda'")
     made_by_calls = {out for call in program.calls for out in call.outs}
-    meter = OpMeter(backend)
+    meter = OpMeter(backend, is_autocast=program.autocast is not None)
     runs: dict[int, BlockRun] = {}
     with FakeTensorMode(), torch.enable_grad(), around_step(program.autocast):
         values = side_values(program)
@@ -102,8 +106,11 @@ def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str
                 runs[call.graph] = run_block(graph, inputs, backend, meter, call.fqn, buffers)
             values.update(zip(call.outs, runs[call.graph].outputs, strict=True))
         written = _written_storages(program, runs)
+        dimensions = program_dimensions(program)
         blocks = tuple(
-            _block_trace(program, index, runs[index], made_by_calls, written[index])
+            _block_trace(
+                program, index, runs[index], made_by_calls, written[index], dimensions[index]
+            )
             for index in range(len(program.graphs))
         )
         sizes = {name: _nbytes(value) for name, value in values.items()}
@@ -154,7 +161,12 @@ def _value_trace(name: str, meta: TensorMeta | None, *, is_activation: bool) -> 
 
 
 def _block_trace(
-    program: Program, index: int, run: BlockRun, made_by_calls: set[str], written: set[int]
+    program: Program,
+    index: int,
+    run: BlockRun,
+    made_by_calls: set[str],
+    written: set[int],
+    dimensions: Mapping[str, OpDimensions],
 ) -> BlockTrace:
     graph = program.graphs[index]
     call = next(call for call in program.calls if call.graph == index)
@@ -179,18 +191,26 @@ def _block_trace(
             )
             for state in graph.states
         ),
-        ops=_op_traces(graph, run, written),
+        ops=tuple(
+            replace(op, dimensions=dimensions[op.name])
+            for op in _op_traces(graph, run, written, program.autocast)
+        ),
         outputs=graph.outputs,
     )
 
 
-def _op_traces(graph: BlockGraph, run: BlockRun, written: set[int]) -> tuple[OpTrace, ...]:
+def _op_traces(
+    graph: BlockGraph, run: BlockRun, written: set[int], autocast: torch.dtype | None
+) -> tuple[OpTrace, ...]:
     accumulated = _accumulated_bytes(graph, run)
     options = shard_options(graph)
-    return tuple(
-        _op_trace(op, run, written, accumulated.get(op.name, 0), options[op.name])
-        for op in graph.ops
-    )
+    found = []
+    for op in graph.ops:
+        traced = _op_trace(op, run, written, accumulated.get(op.name, 0), options[op.name])
+        if traced.kind != "view":
+            traced = replace(traced, signature=op_signature(op, run.values, autocast))
+        found.append(traced)
+    return tuple(found)
 
 
 def _op_trace(
@@ -230,6 +250,9 @@ def _op_trace(
             SavedTensor(value=run.owners.get(key, ""), nbytes=nbytes)
             for key, nbytes in run.saved[op.name].items()
         ),
+        casts=tuple(SavedTensor(value=n, nbytes=b) for n, b in run.casts.get(op.name, {}).items()),
+        cast_bytes=cost.cast_bytes,
+        backward_cast_bytes=cost.backward_cast_bytes,
         mark_bytes=cost.mark_bytes,
         may_mark=is_plain and is_float and cost.mark_bytes > 0,
         is_random=is_random(op),
