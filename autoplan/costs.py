@@ -348,10 +348,12 @@ class Pricer:
                     own = (place, local.state_bytes[state.name])
                     readers.setdefault(canonical.get(fqn, fqn), []).append(own)
         for found in readers.values():
-            last, nbytes = found[-1]
-            if last != found[0][0]:
-                group = blocks[last].group
-                early = replace(group, early_grads=group.early_grads + nbytes)
+            (first, _), (last, nbytes) = found[0], found[-1]
+            if first != last:
+                late, early = blocks[first].group, blocks[last].group
+                late = replace(late, late_grads=late.late_grads + nbytes)
+                early = replace(early, early_grads=early.early_grads + nbytes)
+                blocks[first] = replace(blocks[first], group=late)
                 blocks[last] = replace(blocks[last], group=early)
         return tuple(blocks)
 

@@ -218,7 +218,7 @@ class _Walk:
         self.sharded: dict[int, int] = {}
         self.reduce_input = 0
         self._marks: set[str] = set()
-        self._early = 0
+        self.unmerged = 0
         self.at: tuple[int, int | None] = (0, 0)
         self.samples: dict[tuple[int, int | None], int] = {}
         self.peak = -1
@@ -227,7 +227,7 @@ class _Walk:
 
     def note(self, name: str, transient: int = 0) -> None:
         """Compare what lives now, and a transient, with the peak so far."""
-        gradients = sum(self.gradients.values()) + sum(self.sharded.values())
+        gradients = sum(self.gradients.values()) + sum(self.sharded.values()) + self.unmerged
         working = sum(self.gathered.values()) + sum(self.buffers.values()) + self.reduce_input
         total = self.activations + gradients + working + transient + self.fixed
         total += self.parameters + self.optimizer
@@ -321,7 +321,7 @@ class _Walk:
             self.gradients[self.root] = max(before, self.whole[self.root])
         self.activations -= self.side + self.leaving
         self.reduce_input = 0
-        self._early = 0
+        self.unmerged = 0
 
     def _backward_of(self, index: int, block: StageBlock) -> None:
         group = self.root if block.is_glue else index
@@ -332,12 +332,10 @@ class _Walk:
         memory = block.memory if is_first and not adds_up else block.accumulating
         self.note(f"backward of block {index}", memory.backward_peak - memory.kept)
         self.activations -= block.own_kept
-        self._make_early(index, block.group.early_grads)
+        # Autograd adds up all gradients of a shared parameter before it touches the one there is.
+        self.unmerged += block.group.early_grads - block.group.late_grads
         if not adds_up:
             made = block.group.gathered_grads
-            taken = min(made, self._early)
-            self._early -= taken
-            made -= taken
             if not block.is_glue and has_grads and not self.is_mixed:
                 made = 0
             self.gradients[group] = self.gradients.get(group, 0) + made
@@ -346,15 +344,6 @@ class _Walk:
                 self._marks.add(seen)
         if self.is_mixed and self.wrapped and not block.is_glue and self.zero <= 1:
             self.gradients[group] = self.whole[group]
-
-    def _make_early(self, index: int, nbytes: int) -> None:
-        """Count gradients of parameters that belong to an earlier block, once until reduced."""
-        mark = f"early grads of {index}"
-        if nbytes and mark not in self._marks:
-            self.gradients[self.root] = self.gradients.get(self.root, 0) + nbytes
-            self._early += nbytes
-            if not self.is_mixed:
-                self._marks.add(mark)
 
     def _gather_backward(self, group: int) -> None:
         if group in self.compute and group not in self.gathered:
