@@ -15,7 +15,14 @@ from autoplan.units import format_bytes
 if TYPE_CHECKING:
     from autoplan.planner import Planner
 
-__all__ = ["layout_reason", "ops_bound", "refine", "static_reason", "strided_states"]
+__all__ = [
+    "blocks_bound",
+    "frontiers_bound",
+    "layout_reason",
+    "ops_bound",
+    "static_reason",
+    "strided_states",
+]
 
 _TWO_PIECES = Placement(kind="shard", dim=0, outer=2)
 
@@ -29,7 +36,11 @@ def ops_bound(planner: Planner, setting: Setting) -> int:
         by_block = [fastest_ops_s(block, timer) for block in pricer.trace.blocks]
         seconds = [by_block[call.block] for call in pricer.trace.calls]
         planner.ops_bounds[key] = (sum(seconds), max(seconds))
-    total, slowest = planner.ops_bounds[key]
+    return _bound(setting, *planner.ops_bounds[key])
+
+
+def _bound(setting: Setting, total: float, slowest: float) -> int:
+    """Return ticks below which no step is whose blocks take `total` and at most `slowest` s."""
     m = setting.num_microbatches
     return int((total + (m - 1) * max(slowest, total / setting.pp)) / TICK_S * (1 - 1e-9))
 
@@ -70,20 +81,27 @@ def static_reason(planner: Planner, setting: Setting) -> str | None:
     )
 
 
-def refine(planner: Planner, setting: Setting) -> Refinement:
-    """Return a bound from the fastest way to run each block, or why nothing fits."""
+def blocks_bound(planner: Planner, setting: Setting) -> Refinement:
+    """Return a bound from the fastest way to run each block alone, whatever memory it takes."""
+    pricer = planner.pricer(setting.microbatch_size)
+    seconds = [pricer.fastest_s(call.block, setting.tp) for call in pricer.trace.calls]
+    return Refinement(bound=_bound(setting, sum(seconds), max(seconds)))
+
+
+def frontiers_bound(planner: Planner, setting: Setting) -> Refinement:
+    """Return a bound from the decisions of each block under the setting, or why nothing fits."""
     pricer = planner.pricer(setting.microbatch_size)
     total, slowest, once, static = 0, 0, 0, 0
     live = setting.live()[0]
-    for call in range(len(pricer.trace.calls)):
+    for call, count in pricer.alike(setting):
         block = pricer.trace.calls[call].block
         decisions = pricer.decisions(block, setting.tp)
         options = [pricer.option(call, d, setting, live) for d in decisions]
         fastest = min(o.forward + o.backward for o in options)
-        total += fastest
+        total += count * fastest
         slowest = max(slowest, fastest)
-        once += min(o.once for o in options)
-        static += min(o.static for o in options)
+        once += count * min(o.once for o in options)
+        static += count * min(o.static for o in options)
     unit = pricer.memory_unit
     capacity = planner.cluster.capacity_bytes // unit
     if static > capacity * setting.pp:

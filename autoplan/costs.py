@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from autoplan.cluster import Cluster
-from autoplan.frontiers import Decision, block_decisions, plain_decision
+from autoplan.frontiers import Decision, Frontiers
 from autoplan.graph import Trace
 from autoplan.liveness import BlockMemory, block_memory, redone_ops
 from autoplan.local import LocalBlock, LocalOp, localize
@@ -83,7 +83,17 @@ class PlanPrice:
 
 @dataclass(slots=True)
 class Pricer:
-    """Prices blocks, stages and plans of one trace on one cluster."""
+    """Prices blocks, stages and plans of one trace on one cluster.
+
+    Attributes:
+        trace: of one micro-batch size.
+        cluster: the devices.
+        workload: optimizer and precision.
+        recompute: pins the mode of every block.
+        reference: whose frontiers are priced here, at this micro-batch size.
+        tally: counts look-ups.
+        frontiers: solves the problems of block classes.
+    """
 
     trace: Trace
     cluster: Cluster
@@ -91,9 +101,11 @@ class Pricer:
     recompute: str | None = None
     reference: Pricer | None = None
     tally: Tally = field(default_factory=Tally)
+    frontiers: Frontiers = field(default_factory=Frontiers)
     _plain: dict[tuple[int, int, bool], Decision] = field(default_factory=dict)
     _decisions: dict[tuple[int, int], tuple[Decision, ...]] = field(default_factory=dict)
     _bases: dict[tuple[int, int, object], _BlockBase] = field(default_factory=dict)
+    _fastest_s: dict[tuple[int, int], float] = field(default_factory=dict)
     _timers: dict[int, Timer] = field(default_factory=dict)
     _shared: dict[int, frozenset[str]] | None = None
     _options: dict[tuple[object, ...], BlockOption] = field(default_factory=dict)
@@ -109,7 +121,7 @@ class Pricer:
             return self.reference.decisions(block, tp)
         key = (block, tp)
         if key not in self._decisions:
-            found = block_decisions(
+            found = self.frontiers.decisions(
                 self.trace.blocks[block],
                 self.timer(tp),
                 whole=self.whole_states(block),
@@ -128,10 +140,19 @@ class Pricer:
             return self.reference.plain_decision(block, tp, lean=lean)
         key = (block, tp, lean)
         if key not in self._plain:
-            self._plain[key] = plain_decision(
+            self._plain[key] = self.frontiers.plain(
                 self.trace.blocks[block], self.timer(tp), whole=self.whole_states(block), lean=lean
             )
         return self._plain[key]
+
+    def fastest_s(self, block: int, tp: int) -> float:
+        """Return seconds below which no decision of a class is at this micro-batch size."""
+        key = (block, tp)
+        if key not in self._fastest_s:
+            self._fastest_s[key] = self.frontiers.fastest_s(
+                self.trace.blocks[block], self.timer(tp), whole=self.whole_states(block)
+            )
+        return self._fastest_s[key]
 
     def whole_states(self, block: int) -> frozenset[str]:
         """Return the states of a block class that several calls share."""
@@ -366,6 +387,15 @@ class Pricer:
             static=-(-(resident + grads) // unit),
             working=-(-working // unit),
         )
+
+    def alike(self, setting: Setting) -> list[tuple[int, int]]:
+        """Return one call of each kind that `option` tells apart, and how many there are."""
+        kinds: dict[tuple[object, ...], list[int]] = {}
+        for call, trace_call in enumerate(self.trace.calls):
+            shared = self._shared_before(call) if setting.pp == 1 else frozenset()
+            is_last = call == len(self.trace.calls) - 1
+            kinds.setdefault((trace_call.block, is_last, shared), []).append(call)
+        return [(calls[0], len(calls)) for calls in kinds.values()]
 
     def _shared_before(self, call: int) -> frozenset[str]:
         """Return the parameters of a call that earlier calls read too."""

@@ -24,7 +24,7 @@ from autoplan.errors import EmitError, PlanError
 from autoplan.executor import compile_graph
 from autoplan.layout_check import check_layouts
 from autoplan.matching import explain_mismatch
-from autoplan.pipeline_runner import pipeline_runner
+from autoplan.microbatches import pipeline_runner
 from autoplan.plan import Plan
 from autoplan.processes import agree, ensure_process_group, seed_ranks
 from autoplan.program import Program

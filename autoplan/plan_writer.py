@@ -19,8 +19,8 @@ from autoplan.plan import (
     Simpler,
     StagePlan,
 )
-from autoplan.plan_costs import plan_costs
 from autoplan.settings import Setting
+from autoplan.stage_pricing import plan_costs
 
 __all__ = ["write_plan"]
 

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from autoplan.batches import batch_rows
-from autoplan.bounds import ops_bound, refine, static_reason
+from autoplan.bounds import blocks_bound, frontiers_bound, ops_bound, static_reason
 from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
 from autoplan.costs import Pricer
-from autoplan.frontiers import Decision
+from autoplan.frontiers import Decision, Frontiers
 from autoplan.graph import Trace
 from autoplan.plan import Plan, SearchRecord, Simpler
 from autoplan.plan_writer import write_plan
@@ -53,6 +53,9 @@ class Planner:
         workload: batch size, optimizer, precision.
         pins: settings that are fixed.
         name: of the model, for reports.
+        tally: counts look-ups.
+        frontiers: solves the problems of block classes.
+        trace_time_s: seconds spent in capture.
         ops_bounds: cache of `autoplan.bounds.ops_bound`.
     """
 
@@ -65,6 +68,7 @@ class Planner:
     name: str
     batch_dim: Any = 0
     tally: Tally = field(default_factory=Tally)
+    frontiers: Frontiers = field(default_factory=Frontiers)
     trace_time_s: float = 0.0
     _traces: dict[int, Trace] = field(default_factory=dict)
     _exact: dict[int, Trace] = field(default_factory=dict)
@@ -111,6 +115,7 @@ class Planner:
                 recompute=self.pins.get("recompute"),
                 reference=self.pricer(reference) if reference != microbatch_size else None,
                 tally=self.tally,
+                frontiers=self.frontiers,
             )
         return self._pricers[microbatch_size]
 
@@ -156,7 +161,10 @@ class Planner:
                 key=setting.simplicity,
                 lower_bound=0 if reason else ops_bound(self, setting),
                 infeasible=reason,
-                refine=lambda s=setting: refine(self, s),  # type: ignore[misc]
+                refinements=(
+                    lambda s=setting: blocks_bound(self, s),  # type: ignore[misc]
+                    lambda s=setting: frontiers_bound(self, s),  # type: ignore[misc]
+                ),
                 solve=lambda cutoff, limit, s=setting: solve_setting(self, s, cutoff, limit),  # type: ignore[misc]
             )
             for name, setting in settings.items()

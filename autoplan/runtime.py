@@ -92,9 +92,10 @@ class BatchSplitter:
                 parts = f"{self.num_microbatches} micro-batches of {self.rows} rows"
                 if rows > self.rows * self.num_microbatches:
                     parts += f" on each of {self.dp} ranks"
+                where = f"{key}, dimension {dim}" if dim else key
                 raise ValueError(
-                    f"{what} has {got} rows in dimension {dim} of {key}, it must have {rows} "
-                    f"({parts}): pass train_step what shard_batch(global_batch) returns"
+                    f"{what} has {got} rows in {where}, it must have {rows} ({parts}): pass "
+                    "train_step what shard_batch(global_batch) returns"
                 )
         return leaves
 

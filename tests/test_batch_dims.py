@@ -102,6 +102,7 @@ def build(name: str) -> tuple[nn.Module, Any, Callable[..., torch.Tensor]]:
 def alone(name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return loss and gradients of the user's own module on the whole batch."""
     model, batch, loss_fn = build(name)
+    loss: Any
     if isinstance(batch, tuple):
         loss = loss_fn(model(batch[0]), batch[1])
     else:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from autoplan.block_choice import may_keep
 from autoplan.errors import PlanError
 from autoplan.frontiers import Decision
-from autoplan.frontiers import _may_keep as may_keep
 from autoplan.layout_check import check_layouts
 from autoplan.local import axis_option
 from autoplan.plan import Plan, Recompute
