@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoplan import compat
 from autoplan.batches import BatchDims
-from autoplan.calls import BoundCall, install
+from autoplan.calls import BoundCall, bind_call, install
 from autoplan.capturer import capture
+from autoplan.entries import Entry
 from autoplan.errors import EmitError, PlanError
 from autoplan.executor import compile_graph
 from autoplan.layout_check import check_layouts
@@ -36,6 +37,7 @@ from autoplan.stages import (
     build_root,
     crossing_metas,
     find_state,
+    root_contents,
     side_function,
     slice_program,
     stage_function,
@@ -164,7 +166,9 @@ class _Emission:
         stages = slice_program(program, cuts)
         _check_stages(program, stages)
         stage = stages[self._rank("pp")]
-        root = build_root(self.model, program, stage, takes_unused=stage.index == 0)
+        takes_unused = stage.index == 0
+        contents = root_contents(self.model, program, stage, takes_unused=takes_unused)
+        root = build_root(self.model, contents)
         root.to(self.device)
         group = self.mesh.get_group("dp") if self.mesh is not None else None
         means = self._means(stage, root, group)
@@ -212,8 +216,8 @@ class _Emission:
         for block in plan.stages[stage.index].blocks:
             call = program.calls[block.call]
             recompute = plan.recompute[block.recompute]
-            calls[block.call] = BoundCall(
-                means.bind(block.call, local[block.call].graph),
+            calls[block.call] = bind_call(
+                means.bind(program, block.call, local[block.call].graph),
                 call.states,
                 root,
                 mode=recompute.mode,
@@ -238,7 +242,7 @@ class _Emission:
             values: Sequence[torch.Tensor] = compiled.function(side(), *batch)
             return values
 
-        return StepMeans(program, found, read, group)
+        return StepMeans(found, read, group)
 
     def _side_values(
         self, stage: StageSlice, root: StageRoot
@@ -270,7 +274,7 @@ class _Emission:
         def run(
             activations: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]
         ) -> tuple[torch.Tensor, ...]:
-            entered = [_Entry.apply(x) for x in activations]  # type: ignore[no-untyped-call]
+            entered = [Entry.apply(x) for x in activations]  # type: ignore[no-untyped-call]
             changed.enter()
             outputs = compiled.function(call, side(), *entered, *batch)
             changed.leave()
@@ -307,15 +311,19 @@ class _Emission:
         if self.plan.mesh.pp == 1:
             return lambda count: holder[0].run_microbatches(count)
         assert self.mesh is not None, "a pipeline has a mesh"
+        program, dtype = self.program, self._compute_dtype
+        is_wrapped = self.plan.mesh.dp > 1 or self._is_mixed
         return pipeline_runner(
-            self.plan,
-            self.program,
-            stage,
             root,
+            index=stage.index,
             num_stages=num_stages,
+            schedule=self.plan.schedule,
+            num_microbatches=self.plan.num_microbatches,
+            inputs=crossing_metas(program, stage.inputs, dtype),
+            outputs=crossing_metas(program, stage.outputs, dtype),
+            is_hidden=self.plan.zero_stage >= 2 and is_wrapped,
             device=self.device,
             group=self.mesh.get_group("pp"),
-            compute_dtype=self._compute_dtype,
         )
 
     def _splitter(self, stage: StageSlice) -> BatchSplitter:
@@ -380,15 +388,3 @@ def _check_stages(program: Program, stages: Sequence[StageSlice]) -> None:
             f"the forward changes {fqn} on stages {where}, whose copies would differ: put the "
             "blocks that use it on one stage"
         )
-
-
-class _Entry(torch.autograd.Function):
-    """Let an activation enter a stage; its gradient leaves contiguous, as sending needs it."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.contiguous()

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autoplan.plan import Plan
 from autoplan.sharders import Sharder, local_tensor, normalise_gradient
 from autoplan.stages import StageRoot
 from autoplan.step_buffers import StepBuffers
@@ -130,7 +129,7 @@ class ParallelModule(nn.Module):
     def __init__(
         self,
         *,
-        plan: Plan,
+        plan: Any,
         root: StageRoot,
         mesh: DeviceMesh | None,
         sharder: Sharder,

@@ -67,6 +67,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "stages",
         "step_buffers",
         "step_means",
+        "entries",
+        "standalone",
         "chunks",
         "checkpoints",
         "training_state",
