@@ -30,7 +30,7 @@ from autoplan.plan import Plan
 from autoplan.processes import agree, ensure_process_group, seed_ranks
 from autoplan.program import Program
 from autoplan.runtime import BatchSplitter, ParallelModule, Tie
-from autoplan.sharders import Sharder, Unsharded, shard
+from autoplan.sharders import Sharder, Unsharded, shard, store_in_float32
 from autoplan.stages import (
     StageRoot,
     StageSlice,
@@ -46,7 +46,7 @@ from autoplan.step_buffers import StepBuffers, changed_states, several_changers
 from autoplan.step_means import StepMeans, find_denominators
 from autoplan.tensor_parallel import lower_calls, whole_calls
 
-__all__ = ["parallelize"]
+__all__ = ["captured_for", "parallelize"]
 
 
 def parallelize(
@@ -81,18 +81,11 @@ def parallelize(
     agree(problem)
     assert program is not None, "no program without a problem"
     if plan.mixed_precision != "none":
-        _store_in_float32(model)
+        store_in_float32(model)
     mesh = _mesh(plan, place, timeout_s)
     module = _Emission(plan, program, model, place, mesh, timeout_s).build()
     seed_ranks(plan.mesh)
     return module
-
-
-def _store_in_float32(model: nn.Module) -> None:
-    """Turn parameters of a smaller dtype into float32 masters; FSDP computes with casts of them."""
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter.element_size() < 4:
-            parameter.data = parameter.data.float()
 
 
 def _check_world(plan: Plan) -> None:
@@ -119,22 +112,31 @@ def _recapture(
             f"{on_meta[0]} is on the meta device: give the model its weights before running a plan"
         )
     try:
-        program = capture(
-            model,
-            batch,
-            loss_fn,
-            microbatch_size=plan.microbatch_size,
-            batch_dim=BatchDims(plan.batch_dims) if plan.batch_dims else 0,
-        )
+        return captured_for(plan, model, batch, loss_fn), None
     except Exception as error:  # handed to `agree`, which raises it on every rank
         return None, error
+
+
+def captured_for(
+    plan: Plan, model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor] | None
+) -> Program:
+    """Return the program of a model that a plan was made for; see `parallelize`.
+
+    Raises:
+        PlanError: the plan is of another model, or its layouts cannot run.
+        TraceError: the model cannot be captured.
+    """
+    program = capture(
+        model,
+        batch,
+        loss_fn,
+        microbatch_size=plan.microbatch_size,
+        batch_dim=BatchDims(plan.batch_dims) if plan.batch_dims else 0,
+    )
     if program.fingerprint != plan.fingerprint:
-        return None, PlanError(explain_mismatch(plan, program, type(model).__name__))
-    try:
-        check_layouts(plan, program)
-    except PlanError as error:
-        return None, error
-    return program, None
+        raise PlanError(explain_mismatch(plan, program, type(model).__name__))
+    check_layouts(plan, program)
+    return program
 
 
 def _mesh(plan: Plan, device: torch.device, timeout_s: float) -> DeviceMesh | None:

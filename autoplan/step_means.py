@@ -24,7 +24,8 @@ from autoplan.program import BlockGraph, Op, Program, Ref
 __all__ = ["Denominator", "StepMeans", "StepValue", "find_denominators"]
 
 _LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
-_MEAN, _SUM = 1, 2  # `at::Reduction`
+_MEAN = 1  # values of `at::Reduction`
+_SUM = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,7 +80,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "emitter",
     ),
     ("training",),
-    ("planning_commands", "running_commands"),
+    ("bundler", "script_text", "script_writer", "framework_configs"),
+    ("planning_commands", "checking_commands", "running_commands"),
     ("cli",),
 )
 LAYER_OF = {name: index for index, layer in enumerate(LAYERS) for name in layer}
