@@ -30,6 +30,7 @@ __all__ = [
     "fresh",
     "leaves",
     "pieces",
+    "singles",
 ]
 
 GemmDim = Literal["", "m", "n", "k", "batch"]
@@ -38,7 +39,10 @@ RESULT = -1
 
 @dataclass(eq=False, slots=True)
 class Atom:
-    """A logical axis; it may turn out to equal another, or to be a product of two others."""
+    """A logical axis; it may turn out to equal another, or to be a product of two others.
+
+    One of size 1 is told apart from others but never sliced, and is no leaf.
+    """
 
     size: int
     same: Atom | None = None
@@ -60,13 +64,18 @@ def leaves(dim: Iterable[Atom]) -> list[Atom]:
     found: list[Atom] = []
     for atom in dim:
         root = atom.root()
-        found += leaves(root.factors) if root.factors else [root]
+        found += leaves(root.factors) if root.factors else [root] * (root.size > 1)
     return found
 
 
+def singles(dim: Iterable[Atom]) -> list[Atom]:
+    """Return the atoms of size 1 of a dimension, which `leaves` leaves out."""
+    return [root for atom in dim if (root := atom.root()).size == 1]
+
+
 def fresh(size: int) -> Dim:
-    """Return a dimension of one new atom; of none where the size is 1."""
-    return [] if size == 1 else [Atom(size)]
+    """Return a dimension of one new atom."""
+    return [Atom(size)]
 
 
 def cut(dim: Dim, at: int) -> bool:
@@ -156,6 +165,8 @@ class Analysis:
         dims: per tensor value.
         tuples: per tuple value, the dimensions of its components.
         rules: per op.
+        alike: pairs of dimensions; the second means what the first does, at whatever extent.
+        possible: axes of size 1 that may be hidden where they stand, or in a neighbour.
         heads: dimensions that hold attention heads.
         vocabulary: dimensions that hold a vocabulary.
     """
@@ -163,6 +174,8 @@ class Analysis:
     dims: dict[str, list[Dim]] = field(default_factory=dict)
     tuples: dict[str, list[list[Dim]]] = field(default_factory=dict)
     rules: dict[str, Rule] = field(default_factory=dict)
+    alike: list[tuple[Dim, Dim]] = field(default_factory=list)
+    possible: set[Atom] = field(default_factory=set)
     heads: list[Dim] = field(default_factory=list)
     vocabulary: list[Dim] = field(default_factory=list)
 

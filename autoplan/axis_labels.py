@@ -69,7 +69,7 @@ def labelled(
         for dim, label in enumerate(labels):
             if label is None:
                 rule.blocked.append(dims[index][dim])
-            elif dims[index][dim]:
+            elif leaves(dims[index][dim]):
                 sides.setdefault(label, []).append(Side(index, (dim,)))
     agreed: dict[int | str, Dim] = {}
     for label, places in sides.items():
@@ -82,11 +82,13 @@ def labelled(
     for dim, (label, size) in enumerate(zip(result, op.meta.shape, strict=True)):
         known = label is not None and label in agreed
         made.append(agreed[label] if known and label is not None else fresh(size))
-        if label is not None and made[-1] and (known or (may_invent and label not in sides)):
+        if label is not None and size > 1 and (known or (may_invent and label not in sides)):
             sides.setdefault(label, []).append(Side(RESULT, (dim,)))
             agreed.setdefault(label, made[-1])
         elif not known:
             rule.blocked.append(made[-1])
+        if label is not None and size == 1:
+            found.alike += _places(operands, dims, label, made[-1])
     found.dims[op.name] = made
     roles = {**(gemm or {}), **(contracts or {})}
     for label, dim_atoms in agreed.items():
@@ -96,6 +98,18 @@ def labelled(
             link = Link(size=size, sides=tuple(sides[label]), gemm_dim=roles.get(label, ""))
             rule.links.append(link)
     return rule
+
+
+def _places(
+    operands: Sequence[tuple[str, Labels]], dims: Sequence[Sequence[Dim]], label: Any, made: Dim
+) -> list[tuple[Dim, Dim]]:
+    """Return the dimensions that bear a label, each with the one that is made of them."""
+    return [
+        (dims[index][dim], made)
+        for index, (_, labels) in enumerate(operands)
+        for dim, own in enumerate(labels)
+        if own == label
+    ]
 
 
 def reference(value: Any) -> str | None:

@@ -6,7 +6,7 @@ grouped attention heads have their own. An unknown operator has no rule and is o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 
 import torch
@@ -38,11 +38,19 @@ from autoplan.axis_labels import (
 from autoplan.program import BlockGraph, Op
 from autoplan.segments import is_random
 
-__all__ = ["analyse"]
+__all__ = ["RuleFunction", "analyse", "pointwise", "reduction"]
 
 
-def analyse(graph: BlockGraph) -> Analysis:
-    """Return the logical axes of a block graph; a pure function of the graph."""
+RuleFunction = Callable[[Analysis, Op], Rule | None]
+
+
+def analyse(graph: BlockGraph, more: Mapping[str, RuleFunction] | None = None) -> Analysis:
+    """Return the logical axes of a block graph; a pure function of the graph.
+
+    Args:
+        graph: the block graph.
+        more: rules by operator name that come before those of this module.
+    """
     found = Analysis()
     for name, meta in zip(graph.inputs, graph.input_metas, strict=True):
         if meta is not None:
@@ -50,7 +58,7 @@ def analyse(graph: BlockGraph) -> Analysis:
     for state in graph.states:
         found.dims[state.name] = [fresh(size) for size in state.meta.shape]
     for op in graph.ops:
-        rule = _apply_rule(found, op)
+        rule = _apply_rule(found, op, more or {})
         if rule is not None and set(op.inputs()) <= set(rule.operands):
             found.rules[op.name] = rule
         elif op.meta is not None:
@@ -58,21 +66,25 @@ def analyse(graph: BlockGraph) -> Analysis:
     return found
 
 
-def _apply_rule(found: Analysis, op: Op) -> Rule | None:
+def _apply_rule(found: Analysis, op: Op, more: Mapping[str, RuleFunction]) -> Rule | None:
     name = op_name(op)
     if any(n not in found.dims and n not in found.tuples for n in op.inputs()):
         return None
+    known = more[name](found, op) if name in more else None
+    if known is not None:
+        return known
     if is_random(op) and name not in ("dropout", "dropout_", "scaled_dot_product_attention"):
         return None
     rule = _RULES.get(name)
     if rule is None and isinstance(op.target, torch._ops.OpOverload):
-        rule = _pointwise if torch.Tag.pointwise in op.target.tags else None
+        rule = pointwise if torch.Tag.pointwise in op.target.tags else None
     if rule is None or (op.meta is None and name not in _TUPLE_OPS):
         return None
     return rule(found, op)
 
 
-def _pointwise(found: Analysis, op: Op) -> Rule | None:
+def pointwise(found: Analysis, op: Op) -> Rule | None:
+    """Align the operands at the last dimension."""
     assert op.meta is not None
     names = [reference(value) for value in (*op.args, *op.kwargs.values())]
     operands = [name for name in names if name is not None]
@@ -216,7 +228,7 @@ def _softmax(found: Analysis, op: Op) -> Rule | None:
     return along(found, op, {dim % max(len(op.meta.shape), 1)}, is_view=False)
 
 
-def _reduction(found: Analysis, op: Op) -> Rule | None:
+def reduction(found: Analysis, op: Op) -> Rule | None:
     """mean, sum, var, ... over dims: those are needed whole, the others follow."""
     a = arguments(op)
     x = reference(op.args[0])
@@ -248,9 +260,10 @@ def _attention(found: Analysis, op: Op) -> Rule | None:
     operands: list[tuple[str, Labels]] = [(name, [*lead, *whole]) for name in (q, k, v)]
     if mask is not None:
         operands.append((mask, [*aligned(rank_of(found, mask) - 2, rank - 2), *whole]))
-        if grouped and rank_of(found, mask) >= 3 and found.dims[mask][rank_of(found, mask) - 3]:
+        if grouped and rank_of(found, mask) >= 3 and leaves(found.dims[mask][-3]):
             return None
-    heads = found.dims[k][rank - 3] or found.dims[q][rank - 3]
+    keys, queries = found.dims[k][rank - 3], found.dims[q][rank - 3]
+    heads = keys if leaves(keys) else queries
     rule = labelled(found, op, operands, [*lead, *whole])
     if grouped:
         _group_heads(found, rule, op.name, rank - 3)
@@ -343,21 +356,21 @@ def _cross_entropy(found: Analysis, op: Op) -> Rule | None:
     return rule
 
 
-_RuleFunction = Callable[[Analysis, Op], Rule | None]
 _TUPLE_OPS = frozenset({"split", "split_with_sizes", "chunk", "unbind"})
-_RULES: dict[str, _RuleFunction] = {
+_RULES: dict[str, RuleFunction] = {
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten"), view_rules.view),
-    **dict.fromkeys(("unsqueeze", "squeeze"), view_rules.unsqueeze),
+    "unsqueeze": view_rules.unsqueeze,
+    "squeeze": view_rules.squeeze,
     **dict.fromkeys(("transpose", "t", "swapaxes"), view_rules.transpose),
     **dict.fromkeys(("contiguous", "clone", "alias"), _copy),
     **dict.fromkeys(("dropout", "dropout_", "detach"), _follow),
     **dict.fromkeys(("to", "_to_copy", "type_as"), _cast),
-    **dict.fromkeys(("masked_fill", "rsub", "where", "hardswish", "log_sigmoid"), _pointwise),
+    **dict.fromkeys(("masked_fill", "rsub", "where", "hardswish", "log_sigmoid"), pointwise),
     **dict.fromkeys(("split", "split_with_sizes", "chunk"), view_rules.split),
     **dict.fromkeys(("matmul", "mm", "bmm"), _matmul),
     **dict.fromkeys(("layer_norm", "rms_norm"), _norm),
     **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum"), _softmax),
-    **dict.fromkeys(("mean", "sum", "var", "std", "amax", "amin", "logsumexp", "norm"), _reduction),
+    **dict.fromkeys(("mean", "sum", "var", "std", "amax", "amin", "logsumexp", "norm"), reduction),
     "permute": view_rules.permute,
     "expand": view_rules.expand,
     "slice": view_rules.slice_of,

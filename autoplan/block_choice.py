@@ -206,7 +206,8 @@ class ChoiceModel:
             memory = op.mark_bytes // out_split if keep and option.output != "P" else 0
             return time.total_s + redo_s, memory
         split = degree if option.is_split else 1
-        memory = sum(t.nbytes for t in op.saved if not t.value) // split
+        inside = {"", *(cast.value for cast in op.casts)}
+        memory = sum(t.nbytes for t in op.saved if t.value in inside) // split
         if op.name in self.saved and option.output != "P":
             memory += op.nbytes // out_split
         return time.total_s, memory

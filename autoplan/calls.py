@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan import compat
+from autoplan.autocast import around_step
 from autoplan.executor import compile_graph
 from autoplan.program import BlockGraph
 from autoplan.recompute import KeepPlan, Nowhere, keep_plan, run_region
@@ -37,6 +39,8 @@ class BoundCall:
         keep: KeepPlan | None,
         cloned: Sequence[int],
         changed: Sequence[int],
+        autocast: torch.dtype | None = None,
+        device_type: str = "cpu",
         source: str = "",
     ) -> None:
         """Bind `function(states, [region,] *inputs)`.
@@ -48,6 +52,7 @@ class BoundCall:
             mode, keep: what is recomputed and kept.
             cloned: positions of inputs that the function writes to, in a recomputed region.
             changed: positions of states that it writes to, likewise.
+            autocast, device_type: the autocast around the step; None if there is none.
             source: its text.
         """
         self._function = function
@@ -57,9 +62,16 @@ class BoundCall:
         self._keep = keep
         self._cloned = list(cloned)
         self._changed = list(changed)
+        self._autocast = functools.partial(around_step, autocast, device_type)
         self.source = source
 
     def __call__(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        # Each call has a context of its own, so that its casts of weights do not outlive it in the
+        # cache of autocast; checkpointing enters the same context for the second run.
+        with self._autocast():
+            return self._call(*inputs)
+
+    def _call(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
         if self._mode == "none" or not torch.is_grad_enabled():
             return self._run(*([Nowhere()] if self._keep is not None else []), *inputs)
         if not self._cloned and not self._changed:
@@ -120,9 +132,12 @@ def bind_call(
     keep: Sequence[str],
     localise: Sequence[Localise | None],
     device: torch.device,
+    autocast: torch.dtype | None = None,
 ) -> BoundCall:
     """Return a (lowered) block graph bound to the states `fqns` of a stage's root."""
-    kept = keep_plan(graph.ops, keep) if mode == "selective" else None
+    kept = None
+    if mode == "selective":
+        kept = keep_plan(graph.ops, keep, is_autocast=autocast is not None)
     compiled = compile_graph(graph, device, is_marked=kept is not None)
     cloned, changed = written_places(graph) if mode != "none" else ((), ())
     return BoundCall(
@@ -133,6 +148,8 @@ def bind_call(
         keep=kept,
         cloned=cloned,
         changed=changed,
+        autocast=autocast,
+        device_type=device.type,
         source=compiled.source,
     )
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoplan import compat
+from autoplan.autocast import dtype_of
 from autoplan.batches import BatchDims
 from autoplan.calls import BoundCall, bind_call, install
 from autoplan.capturer import capture
@@ -132,6 +133,7 @@ def captured_for(
         loss_fn,
         microbatch_size=plan.microbatch_size,
         batch_dim=BatchDims(plan.batch_dims) if plan.batch_dims else 0,
+        autocast=dtype_of(plan.autocast),
     )
     if program.fingerprint != plan.fingerprint:
         raise PlanError(explain_mismatch(plan, program, type(model).__name__))
@@ -226,6 +228,7 @@ class _Emission:
                 keep=recompute.keep,
                 localise=local[block.call].localise,
                 device=self.device,
+                autocast=program.autocast,
             )
             if call.fqn:
                 install(root.get_submodule(call.fqn), block.call, calls[block.call])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from autoplan.capturer import LossFn
@@ -65,6 +66,7 @@ def estimate(
     optimizer: Any = "AdamW",
     loss_fn: LossFn | None = None,
     mixed_precision: str = "auto",
+    autocast: torch.dtype | None = None,
     name: str | None = None,
     dp: int | None = None,
     tp: int = 1,
@@ -79,7 +81,7 @@ def estimate(
 
     Args:
         model, cluster, batch, batch_dim, global_batch_size, optimizer, loss_fn, mixed_precision,
-            name: as in `autoplan.optimize`.
+            autocast, name: as in `autoplan.optimize`.
         dp, tp, pp: degrees; dp defaults to what the cluster leaves.
         zero_stage: 0 to 3; without data parallelism nothing is sharded.
         microbatch_size: rows.
@@ -99,6 +101,7 @@ def estimate(
         optimizer=optimizer,
         loss_fn=loss_fn,
         mixed_precision=mixed_precision,
+        autocast=autocast,
         name=name,
         pins={"microbatch_size": microbatch_size},
     )

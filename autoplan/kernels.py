@@ -164,22 +164,28 @@ def _touched_bytes(tensor: torch.Tensor) -> int:
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sum up the kernels run while the mode is active.
 
+    With `has_casts`, copies in another dtype are those of autocast.
+
     Attributes:
         flops: floating-point operations.
         nbytes: bytes read and written by kernels that are no views.
         workspaces: bytes of what kernels keep for backward in a form that no trace sees.
-        made_bytes: bytes of all new results of kernels, whether they live on or not.
+        made_bytes: bytes of all new results of kernels, whether they live on or not; copies of
+            operands that autocast makes left out.
+        cast_bytes: bytes read and written by such copies.
         gemms: the matrix products among the kernels.
         num_laws: kernels whose FLOP law is known.
         kernels: names of the kernels that are no views and no allocations.
         is_random: whether one of them draws from the random state.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+    def __init__(self, known: Iterable[torch.Tensor], *, has_casts: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         self.nbytes = 0
         self.made_bytes = 0
+        self.cast_bytes = 0
+        self._has_casts = has_casts
         self.workspaces: list[int] = []
         self.num_laws = 0
         self.is_random = False
@@ -200,11 +206,14 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = tensors_in(result)
         fresh = [out for out in outputs if storage_key(out) not in self._known]
         is_view = not fresh and not func._schema.is_mutable
+        is_cast = self._has_casts and func is torch.ops.aten._to_copy.default
         for tensor in fresh:
-            self._add_storage(tensor)
+            self._add_storage(tensor, is_cast=is_cast)
         if is_view or func._schema.name in _ALLOCATIONS:
             return result
+        before = self.nbytes
         self._count(func, args, kwargs, inputs, outputs, result)
+        self.cast_bytes += (self.nbytes - before) * is_cast
         return result
 
     def _count(
@@ -229,12 +238,12 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if gemm is not None:
                 self.gemms.append(gemm)
 
-    def _add_storage(self, tensor: torch.Tensor) -> None:
+    def _add_storage(self, tensor: torch.Tensor, *, is_cast: bool) -> None:
         key, nbytes = storage_key(tensor), storage_bytes(tensor)
         if key in self._known:
             return
         self._known.add(key)
-        self.made_bytes += nbytes
+        self.made_bytes += nbytes * (not is_cast)
         serial = self._serial
         self._serial += 1
         self._bytes_by_serial[serial] = nbytes

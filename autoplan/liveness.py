@@ -60,7 +60,9 @@ def block_memory(
     outputs = {_storage(local, name) for name in local.outputs}
     inputs = dict(local.inputs)
     held_inputs = set(inputs) if region else {n for n in inputs if n in saved}
-    kept = {n: b for n, b in heap.live.items() if n not in outputs or n in kept_owners}
+    casts = {name for op in local.ops for name, _ in op.casts}
+    passing = (outputs | casts) - kept_owners
+    kept = {n: b for n, b in heap.live.items() if n not in passing}
     kept_total = sum(kept.values()) + sum(inputs[n] for n in held_inputs)
     side = tuple(n for n in local.side_inputs if region or n in saved)
     output_bytes = sum(local.value_bytes.get(n, 0) for n in outputs if n not in inputs)
@@ -166,6 +168,8 @@ def _run_forward(
     external |= {state.name for state in local.block.states}
     outputs = {_storage(local, name) for name in local.outputs}
     for index, op in enumerate(ops):
+        for name, nbytes in op.casts:
+            heap.add(name, nbytes)
         if op.name in there and op.op is not None:
             continue
         if op.storage == op.name:
@@ -199,8 +203,10 @@ def _backward(
     for name in dict.fromkeys(local.outputs):
         gradients.receive(name, local.value_bytes.get(_storage(local, name), 0))
     if region:
-        ops = local.ops[: _rerun_end(local)]
-        _run_forward(local, ops, heap, _all_saved(local) | set(kept), {}, internal=True)
+        end = _rerun_end(local)
+        _run_forward(local, local.ops[:end], heap, _all_saved(local) | set(kept), {}, internal=True)
+        for name, nbytes in (cast for op in local.ops[end : end + 1] for cast in op.casts):
+            heap.add(name, nbytes)
         _drop_unneeded(local, heap, set(kept) | set(inputs))
     uses = _saved_uses(local)
     held = set(inputs) | (set(kept) if region else set())

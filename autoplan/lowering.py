@@ -233,7 +233,8 @@ class _Lowering:
         if option.output == "P" and name == "embedding":
             return replace(op, target=VocabularyEmbedding(self.rank))
         if name == "cross_entropy_loss":
-            return replace(op, target=VocabularyCrossEntropy(self.rank, self.group))
+            dtype = op.meta.dtype if op.meta is not None else None
+            return replace(op, target=VocabularyCrossEntropy(self.rank, self.group, dtype))
         return op
 
     def _local_meta(self, meta: TensorMeta | None, placement: Placement) -> TensorMeta | None:

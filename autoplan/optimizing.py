@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +16,10 @@ from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
 from autoplan.costs import TICK_S
 from autoplan.errors import AutoplanError, InfeasibleError, SearchLimitError
+from autoplan.limits import constraint_texts, make_limits
 from autoplan.plan import Plan, SearchRecord, Simpler
 from autoplan.planner import Planner, make_planner
+from autoplan.reasons import Question
 from autoplan.remedies import infeasible_error, least_memory
 from autoplan.search.mesh import MeshResult, Progress
 from autoplan.simple import Strategy, simple_strategies
@@ -38,10 +40,13 @@ def optimize(
     optimizer: str | type[torch.optim.Optimizer] = "AdamW",
     loss_fn: LossFn | None = None,
     mixed_precision: str = "auto",
+    autocast: torch.dtype | None = None,
     name: str | None = None,
     time_limit_s: float = 120.0,
     progress: Callable[[Progress], None] | None = None,
     compare: bool = True,
+    within: Mapping[str, Sequence[int]] | None = None,
+    forbid: Mapping[str, Any] | None = None,
     **pins: Any,
 ) -> Plan:
     """Return the fastest plan that fits, with its proof.
@@ -56,10 +61,14 @@ def optimize(
         loss_fn: see `autoplan.capturer.capture`.
         mixed_precision: `auto`: a bfloat16 model on GPUs has float32 master parameters; `none`: its
             own dtype throughout; `bfloat16`.
+        autocast: `torch.bfloat16`: forward and recomputation run under `torch.autocast` to it, and
+            time and memory are those; parameters stay in their own dtype.
         name: of the model in reports.
         time_limit_s: after it, the best plan so far is returned with its gap.
         progress: called as the search goes on.
         compare: price simpler strategies beside the plan.
+        within: bounds of settings, both ends allowed: `{"tp": (1, 4)}`.
+        forbid: values that settings may not have: `{"tp": [8], "zero_stage": 3}`.
         **pins: fixed settings: dp, tp, pp, zero_stage, microbatch_size, num_microbatches,
             recompute.
 
@@ -77,8 +86,10 @@ def optimize(
         optimizer=optimizer,
         loss_fn=loss_fn,
         mixed_precision=mixed_precision,
+        autocast=autocast,
         name=name,
         pins=pins,
+        limits=make_limits(within, forbid),
     )
     return on_rank_zero(
         lambda: find_plan(planner, time_limit_s, progress, compare),
@@ -124,23 +135,26 @@ def find_plan(
     result, settings = planner.search(time_limit_s=time_limit_s, progress=progress)
     simpler = simple_strategies(planner) if compare else ()
     rows = tuple(s.row for s in simpler)
+    record = _record(planner, result)
     found: list[Plan] = []
     if result.best_name is not None and result.solution is not None:
         setting = settings[result.best_name]
         ends, decisions = planner.decided(setting, result.solution)
-        found.append(planner.write(setting, ends, decisions, _record(result), rows))
+        found.append(planner.write(setting, ends, decisions, record, rows))
     world = planner.cluster.world_size
-    rivals = [s for s in simpler if s.row.fits and s.obeys(planner.pins)]
+    rivals = [s for s in simpler if s.row.fits and s.obeys(planner.pins, planner.limits)]
     for rival in sorted(rivals, key=lambda s: s.row.step_time_s):
         if rival.setting.world_size == world and layout_reason(planner, rival.setting) is None:
             found.append(
-                planner.write(rival.setting, rival.ends, rival.decisions, _record(result), rows)
+                planner.write(
+                    rival.setting, rival.ends, rival.decisions, _record(planner, result), rows
+                )
             )
             break
     if not found:
         found.append(_last_resort(planner, result, rows))
     best = min(found, key=lambda plan: plan.predicted.step_time_s * (1 - 1e-9 * (plan is found[0])))
-    return _with_gap(best, rivals, world)
+    return replace(_with_gap(best, rivals, world), question=Question.of(planner))
 
 
 def _last_resort(planner: Planner, result: MeshResult, rows: tuple[Simpler, ...]) -> Plan:
@@ -157,7 +171,7 @@ def _last_resort(planner: Planner, result: MeshResult, rows: tuple[Simpler, ...]
             f"no setting can be run: {unrunnable}; pin another tp or zero_stage=0"
         )
     if least.need_bytes <= planner.cluster.total_bytes:
-        record = _record(result)
+        record = _record(planner, result)
         return planner.write(least.setting, least.ends, least.decisions, record, rows)
     if result.status == "infeasible":
         raise infeasible_error(planner, least)
@@ -185,7 +199,7 @@ def _with_gap(plan: Plan, rivals: Sequence[Strategy], world: int) -> Plan:
     return replace(plan, search=search, notes=notes)
 
 
-def _record(result: MeshResult) -> SearchRecord:
+def _record(planner: Planner, result: MeshResult) -> SearchRecord:
     """Return the record of a search; the objective becomes the plan's own in `_with_gap`."""
     objective = (result.objective or 0) * TICK_S
     kinds = ("best", "slower", "cut", "infeasible", "unexplored")
@@ -197,4 +211,5 @@ def _record(result: MeshResult) -> SearchRecord:
         wall_time_s=result.wall_time_s,
         settings={kind: result.count(kind) for kind in kinds},  # type: ignore[arg-type]
         outcomes={o.name: f"{o.kind}: {o.reason}" for o in result.outcomes},
+        constraints=tuple(constraint_texts(planner.pins, planner.limits).values()),
     )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from autoplan.reasons import WhyNot
     from autoplan.runtime import ParallelModule
     from autoplan.timeline import Timeline
 
@@ -157,6 +158,7 @@ class SearchRecord:
         wall_time_s: of the search, trace excluded.
         settings: number of settings by outcome (solved, cut, infeasible, unexplored).
         outcomes: per setting, why it lost.
+        constraints: what the user pinned, bounded or forbade, in words.
     """
 
     status: Literal["optimal", "feasible", "priced"]
@@ -166,6 +168,7 @@ class SearchRecord:
     wall_time_s: float
     settings: dict[str, int] = field(default_factory=dict)
     outcomes: dict[str, str] = field(default_factory=dict)
+    constraints: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +206,7 @@ class Plan:
         global_batch_size: dp * num_microbatches * microbatch_size.
         schedule: `none` without a pipeline.
         mixed_precision: `bfloat16` computes in it over parameters of the model's own dtype.
+        autocast: dtype of the `torch.autocast` that forward and recomputation run under.
         optimizer: name of the optimizer that the memory was counted for.
         stages: blocks of each stage.
         recompute: named recompute entries.
@@ -216,6 +220,7 @@ class Plan:
         costs: seconds and bytes of every block, from which `timeline` simulates the step; None in
             plans that were not priced.
         attached: the example batch and loss function of the planning process; not in the JSON.
+        question: the planning problem that it answers, for `why_not`; not in the JSON.
     """
 
     schema_version: int = 1
@@ -229,6 +234,7 @@ class Plan:
     global_batch_size: int
     schedule: Schedule
     mixed_precision: Literal["none", "bfloat16"] = "none"
+    autocast: Literal["none", "bfloat16"] = "none"
     optimizer: str
     stages: tuple[StagePlan, ...]
     recompute: dict[str, Recompute]
@@ -241,6 +247,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     costs: PlanCosts | None = None
     attached: Any = field(default=None, compare=False, repr=False, metadata={"json": False})
+    question: Any = field(default=None, compare=False, repr=False, metadata={"json": False})
 
     def to_json(self) -> str:
         """Return readable JSON text."""
@@ -270,6 +277,22 @@ class Plan:
         from autoplan.report import plan_report
 
         return plan_report(self)
+
+    def why_not(self, **settings: Any) -> WhyNot:
+        """Return why the plan has not these settings: a rule, memory, or time, and how much.
+
+        In the process that planned, and while the model lives, the question is solved; of a loaded
+        plan the recorded outcomes of the search answer.
+
+        Args:
+            **settings: such as `tp=8, pp=1`, with the names that `optimize` takes.
+
+        Raises:
+            ValueError: a setting has a wrong name or value.
+        """
+        from autoplan.reasons import why_not
+
+        return why_not(self, settings)
 
     def timeline(self, *, schedule: str | None = None) -> Timeline:
         """Return the predicted timeline of one step, with each rank's bytes over it.

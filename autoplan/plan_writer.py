@@ -59,6 +59,7 @@ def write_plan(
         global_batch_size=pricer.workload.global_batch_size,
         schedule=setting.schedule,
         mixed_precision=pricer.workload.mixed_precision,
+        autocast=pricer.workload.autocast,
         optimizer=pricer.workload.optimizer.name,
         stages=tuple(stages),
         recompute=names.recompute,

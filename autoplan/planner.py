@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.autocast import check_autocast, dtype_of
 from autoplan.batches import batch_rows
 from autoplan.bounds import blocks_bound, frontiers_bound, ops_bound, static_reason
 from autoplan.capturer import LossFn
@@ -24,13 +25,22 @@ from autoplan.cluster import Cluster
 from autoplan.costs import Pricer
 from autoplan.frontiers import Decision, Frontiers
 from autoplan.graph import Trace
+from autoplan.limits import Limits, constraint_texts
 from autoplan.plan import Plan, SearchRecord, Simpler
 from autoplan.plan_writer import write_plan
 from autoplan.scaling import interpolate
 from autoplan.search.mesh import Candidate, MeshResult, Progress, search_settings
 from autoplan.search.problem import PipelineSolution
 from autoplan.setting_solver import pipeline_problem, solve_setting
-from autoplan.settings import Optimizer, Setting, Workload, check_pins, settings_of
+from autoplan.settings import (
+    NO_LIMITS,
+    Optimizer,
+    Setting,
+    Workload,
+    broken_rules,
+    check_pins,
+    settings_of,
+)
 from autoplan.times import Tally
 from autoplan.tracer import trace
 
@@ -52,6 +62,7 @@ class Planner:
         cluster: the devices.
         workload: batch size, optimizer, precision.
         pins: settings that are fixed.
+        limits: settings that are bounded or forbidden.
         name: of the model, for reports.
         tally: counts look-ups.
         frontiers: solves the problems of block classes.
@@ -67,6 +78,7 @@ class Planner:
     pins: Mapping[str, Any]
     name: str
     batch_dim: Any = 0
+    limits: Limits = NO_LIMITS
     tally: Tally = field(default_factory=Tally)
     frontiers: Frontiers = field(default_factory=Frontiers)
     trace_time_s: float = 0.0
@@ -95,6 +107,7 @@ class Planner:
                 self.loss_fn,
                 microbatch_size=microbatch_size,
                 batch_dim=self.batch_dim,
+                autocast=dtype_of(self.workload.autocast),
                 backend="cpu" if self.cluster.device.name.startswith("cpu") else "cuda",
             )
             self.trace_time_s += time.perf_counter() - start
@@ -119,6 +132,11 @@ class Planner:
             )
         return self._pricers[microbatch_size]
 
+    def forget_prices(self) -> None:
+        """Drop what depends on pins and cluster; traces stay."""
+        self._pricers = {}
+        self.ops_bounds = {}
+
     def settings(self) -> list[Setting]:
         """Return every setting of the space under the pins.
 
@@ -126,7 +144,9 @@ class Planner:
             ValueError: the pins or the batch leave none; says which numbers would do.
         """
         some = self.smallest_trace()
-        found = list(settings_of(self.cluster, self.workload, len(some.calls), self.pins))
+        found = list(
+            settings_of(self.cluster, self.workload, len(some.calls), self.pins, limits=self.limits)
+        )
         if not found:
             raise ValueError(self._why_no_setting(len(some.calls)))
         return found
@@ -139,12 +159,15 @@ class Planner:
     def _why_no_setting(self, num_blocks: int) -> str:
         world, batch = self.cluster.world_size, self.workload.global_batch_size
         degrees = [d for d in range(1, world + 1) if world % d == 0 and batch % d == 0]
-        pins = ", ".join(f"{k}={v}" for k, v in self.pins.items()) or "no pins"
+        given = constraint_texts(self.pins, self.limits).values()
+        pins = ", ".join(given) or "no pins"
+        rules = broken_rules(self.cluster, self.workload, num_blocks, self.pins)
         return (
             f"no setting is possible for {world} devices, global batch {batch} and {pins}: "
             f"dp * tp * pp must be {world}, and dp * num_microbatches * microbatch_size must be "
             f"{batch} (dp may be {', '.join(map(str, degrees))}), with num_microbatches >= pp and "
             f"pp <= {num_blocks} blocks; zero_stage above 0 needs dp above 1"
+            + "".join(f"; {rule}" for rule in rules)
         )
 
     def search(
@@ -233,8 +256,10 @@ def make_planner(
     optimizer: str | type[torch.optim.Optimizer] = "AdamW",
     loss_fn: LossFn | None = None,
     mixed_precision: str = "auto",
+    autocast: torch.dtype | None = None,
     name: str | None = None,
     pins: Mapping[str, Any] | None = None,
+    limits: Limits = NO_LIMITS,
 ) -> Planner:
     """Return the planning problem that `optimize` and `estimate` are asked.
 
@@ -257,7 +282,8 @@ def make_planner(
     workload = Workload(
         global_batch_size=rows,
         optimizer=Optimizer.named(optimizer_name, is_foreach=is_gpu),
-        mixed_precision=_precision(model, mixed_precision, is_gpu),
+        mixed_precision=_precision(model, "none" if autocast else mixed_precision, is_gpu),
+        autocast=check_autocast(model, autocast, mixed_precision),
         parameter_bytes_per_traced_byte=1,
     )
     if workload.mixed_precision != "none":
@@ -269,6 +295,7 @@ def make_planner(
         cluster=cluster,
         workload=workload,
         pins=pins,
+        limits=limits,
         name=name or type(model).__name__,
         batch_dim=batch_dim,
     )

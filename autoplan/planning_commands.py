@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +18,7 @@ from autoplan.units import format_seconds
 if TYPE_CHECKING:
     from autoplan.search.mesh import Progress as SearchProgress
 
-__all__ = ["explain", "parse_batch_dim", "parse_pins", "plan", "verify"]
+__all__ = ["explain", "parse_batch_dim", "parse_limits", "parse_pins", "plan", "verify"]
 
 _console = Console(stderr=True)
 ModelArgument = Annotated[
@@ -44,6 +45,30 @@ def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
         else:
             pins[name] = value
     return pins
+
+
+def parse_limits(
+    within: Sequence[str], forbid: Sequence[str]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Return bounds from texts such as `tp=1..4` and forbidden values from ones such as `tp=8`.
+
+    Raises:
+        ValueError: a text has another form; says which it should have.
+    """
+    bounds: dict[str, tuple[int, ...]] = {}
+    for text in within:
+        found = re.fullmatch(r"(\w+)=(\d+)\.\.(\d+)", text)
+        if found is None:
+            raise ValueError(f"--within {text!r}: write name=least..largest, as in tp=1..4")
+        bounds[found[1]] = (int(found[2]), int(found[3]))
+    forbidden: dict[str, tuple[int, ...]] = {}
+    for text in forbid:
+        found = re.fullmatch(r"(\w+)=(\d+(?:,\d+)*)", text)
+        if found is None:
+            raise ValueError(f"--forbid {text!r}: write name=value or name=value,value as in tp=8")
+        numbers = tuple(int(number) for number in found[2].split(","))
+        forbidden[found[1]] = (*forbidden.get(found[1], ()), *numbers)
+    return bounds, forbidden
 
 
 def parse_batch_dim(text: str) -> Any:
@@ -83,10 +108,19 @@ def plan(
         str | None, typer.Option(help="Memory per device instead of the profile's: 40GiB.")
     ] = None,
     pin: Annotated[list[str] | None, typer.Option(help="Fix a setting: tp=4. Repeatable.")] = None,
+    within: Annotated[
+        list[str] | None, typer.Option(help="Bound a setting: tp=1..4. Repeatable.")
+    ] = None,
+    forbid: Annotated[
+        list[str] | None, typer.Option(help="Rule out values: tp=8 or pp=2,4. Repeatable.")
+    ] = None,
     optimizer: Annotated[str, typer.Option(help="AdamW, Adam, SGD.")] = "AdamW",
     dtype: Annotated[
-        str, typer.Option(help="Of presets and configs; auto: bfloat16 on GPUs, float32 on CPU.")
+        str, typer.Option(help="Of presets and configs; auto: bfloat16 on GPUs without autocast.")
     ] = "auto",
+    autocast: Annotated[
+        str, typer.Option(help="Run the forward under torch.autocast: none or bfloat16.")
+    ] = "none",
     batch_dim: Annotated[
         str, typer.Option(help="Where the batch lies in the inputs: 1, or 1,0, or x=1,mask=none.")
     ] = "0",
@@ -97,10 +131,12 @@ def plan(
     from autoplan.models import load_model
     from autoplan.optimizing import optimize
 
+    pins = parse_pins(pin or ())
+    bounds, forbidden = parse_limits(within or (), forbid or ())
     target = Cluster.parse(cluster)
     if device_memory is not None:
         target = target.with_memory(device_memory)
-    loaded = load_model(model, seq=seq, dtype=_dtype(dtype, target))
+    loaded = load_model(model, seq=seq, dtype=_dtype(dtype, target, autocast))
     try:
         with _search_bar() as (bar, task):
 
@@ -121,10 +157,13 @@ def plan(
                 global_batch_size=global_batch,
                 optimizer=optimizer,
                 loss_fn=loaded.loss_fn,
+                autocast=_autocast(autocast),
                 name=loaded.name,
                 time_limit_s=time_limit,
                 progress=show,
-                **parse_pins(pin or ()),
+                within=bounds,
+                forbid=forbidden,
+                **pins,
             )
     except KeyboardInterrupt:
         typer.echo("autoplan: stopped before any plan that fits was found", err=True)
@@ -155,20 +194,32 @@ class _search_bar:
         self._bar.stop()
 
 
-def _dtype(name: str, cluster: Cluster) -> Any:
+def _dtype(name: str, cluster: Cluster, autocast: str) -> Any:
     import torch
 
     if name == "auto":
-        name = "float32" if cluster.device.name.startswith("cpu") else "bfloat16"
+        is_wide = cluster.device.name.startswith("cpu") or autocast != "none"
+        name = "float32" if is_wide else "bfloat16"
     allowed = ("float32", "bfloat16", "float16", "float64")
     if name not in allowed:
         raise ValueError(f"--dtype {name!r}; allowed are auto, {', '.join(allowed)}")
     return getattr(torch, name)
 
 
+def _autocast(name: str) -> Any:
+    from autoplan.autocast import dtype_of
+
+    if name not in ("none", "bfloat16"):
+        raise ValueError(f"--autocast {name!r}; allowed are none, bfloat16")
+    return dtype_of(name)
+
+
 def explain(
     plan_file: Annotated[Path, typer.Argument(help="A plan that `autoplan plan --out` wrote.")],
     settings: Annotated[bool, typer.Option(help="Also say why each setting lost.")] = False,
+    why_not: Annotated[
+        list[str] | None, typer.Option(help="Also say why not these settings: tp=8,pp=1.")
+    ] = None,
     timeline: Annotated[
         Path | None,
         typer.Option(
@@ -182,6 +233,8 @@ def explain(
     if timeline is not None:
         loaded.timeline().save(timeline)
         typer.echo(f"\npredicted timeline written to {timeline}")
+    for text in why_not or ():
+        typer.echo(f"\nwhy not {text}? {loaded.why_not(**parse_pins([text]))}")
     if settings:
         for name, reason in loaded.search.outcomes.items():
             typer.echo(f"  {name}: {reason}")
@@ -194,6 +247,7 @@ def verify(
     seq: Annotated[int | None, typer.Option(help="Tokens per row, as planned.")] = None,
 ) -> None:
     """Check a saved plan against the numbered rules; exit code 1 when one is broken."""
+    from autoplan.autocast import dtype_of
     from autoplan.batches import BatchDims
     from autoplan.models import load_model
     from autoplan.tracer import trace
@@ -201,13 +255,14 @@ def verify(
 
     loaded_plan = Plan.load(plan_file)
     target = Cluster.parse(cluster or loaded_plan.provenance["cluster"])
-    loaded = load_model(model, seq=seq, dtype=_dtype("auto", target))
+    loaded = load_model(model, seq=seq, dtype=_dtype("auto", target, loaded_plan.autocast))
     traced = trace(
         loaded.model,
         loaded.batch,
         loaded.loss_fn,
         microbatch_size=loaded_plan.microbatch_size,
         batch_dim=BatchDims(loaded_plan.batch_dims) if loaded_plan.batch_dims else 0,
+        autocast=dtype_of(loaded_plan.autocast),
         backend="cpu" if target.device.name.startswith("cpu") else "cuda",
     )
     broken = verify_plan(loaded_plan, traced, target)

@@ -38,6 +38,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"{plan.num_microbatches} micro-batches of {plan.microbatch_size} "
         f"(global batch {plan.global_batch_size}), {plan.optimizer}"
         + (f", {plan.mixed_precision} mixed precision" if plan.mixed_precision != "none" else "")
+        + (f", autocast to {plan.autocast}" if plan.autocast != "none" else "")
     )
     yield (
         f"  predicted step time {format_seconds(predicted.step_time_s)}, predicted peak "
@@ -52,6 +53,8 @@ def _lines(plan: Plan) -> Iterator[str]:
             f"  search: {search.status}, bound {format_seconds(search.bound_s)}, gap "
             f"{search.gap:.2%}, {search.wall_time_s:.1f} s, settings: {counts}"
         )
+    if search.constraints:
+        yield f"  under {', '.join(search.constraints)}"
     yield ""
     yield "Stages"
     yield table(
@@ -75,7 +78,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     if plan.simpler:
         yield ""
         yield "Simpler strategies, priced by the same model"
-        yield table([("strategy", "step time", "peak", "fits"), *_simpler(plan)])
+        yield table([("strategy", "step time", "of the plan's", "peak", "fits"), *_simpler(plan)])
     yield ""
     looked = ", ".join(f"{n} {how}" for how, n in predicted.lookups.items())
     yield f"Predicted with profile {plan.provenance.get('profile', 'unknown')}; look-ups: {looked}"
@@ -145,11 +148,12 @@ def _decisions(plan: Plan) -> Iterator[str]:
             yield f"  {name}: {text}"
 
 
-def _simpler(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
-    for row in plan.simpler:
-        yield (
-            row.name,
-            format_seconds(row.step_time_s),
-            format_bytes(row.peak_memory_bytes),
-            "yes" if row.fits else "no",
-        )
+def _simpler(plan: Plan) -> Iterator[tuple[str, str, str, str, str]]:
+    own_s = plan.predicted.step_time_s
+    rows = [
+        (s.name, s.step_time_s, s.peak_memory_bytes, "yes" if s.fits else "no")
+        for s in plan.simpler
+    ]
+    rows.append(("this plan", own_s, max(plan.predicted.peak_memory_bytes), "yes"))
+    for name, seconds, peak, fits in rows:
+        yield name, format_seconds(seconds), f"{seconds / own_s:.2f}", format_bytes(peak), fits

@@ -157,7 +157,10 @@ class _Script:
             )
             graph = means.bind(program, block.call, graph)
             entry = plan.recompute[block.recompute]
-            kept = keep_plan(graph.ops, entry.keep) if entry.mode == "selective" else None
+            kept = None
+            if entry.mode == "selective":
+                is_autocast = program.autocast is not None
+                kept = keep_plan(graph.ops, entry.keep, is_autocast=is_autocast)
             compiled = compile_graph(graph, self.device, is_marked=kept is not None)
             cloned, changed = written_places(graph) if entry.mode != "none" else ((), ())
             run = self._function(graph.name, compiled, means, entry.keep)
@@ -344,6 +347,7 @@ class _Script:
             "num_microbatches": repr(plan.num_microbatches),
             "microbatch_size": repr(plan.microbatch_size),
             "mixed_precision": repr(plan.mixed_precision),
+            "autocast": repr(program.autocast),
             "input_keys": repr(program.input_keys),
             "batch_dims": repr(tuple(program.batch_dims)),
             "aliases": repr(ties),
@@ -367,7 +371,8 @@ def _keep_text(kept: KeepPlan | None) -> str:
         return ""
     return (
         f"KeepPlan(stored=frozenset({sorted(kept.stored)}), "
-        f"skipped=frozenset({sorted(kept.skipped)}), names={kept.names!r})"
+        f"skipped=frozenset({sorted(kept.skipped)}), recast=frozenset({sorted(kept.recast)}), "
+        f"names={kept.names!r})"
     )
 
 

@@ -182,10 +182,17 @@ _REDUCTIONS = ("none", "mean", "sum")
 
 @dataclass(frozen=True, slots=True)
 class VocabularyCrossEntropy:
-    """`cross_entropy_loss` of logits sliced along the classes; the loss is whole on every rank."""
+    """`cross_entropy_loss` of logits sliced along the classes; the loss is whole on every rank.
+
+    Attributes:
+        rank: of this process among those that have a slice.
+        group: these processes.
+        dtype: of the loss on one device; autocast casts the logits to it there too.
+    """
 
     rank: int
     group: dist.ProcessGroup | None
+    dtype: torch.dtype | None = None
 
     @property
     def __name__(self) -> str:
@@ -204,6 +211,7 @@ class VocabularyCrossEntropy:
         """Return the loss; three all_reduces of one number per row make it."""
         assert weight is None
         assert label_smoothing == 0.0
+        logits = logits if self.dtype is None else logits.to(self.dtype)
         is_used = target != ignore_index
         rows: torch.Tensor = _CrossEntropyRows.apply(  # type: ignore[no-untyped-call]
             logits, target, is_used, self.rank, self.group

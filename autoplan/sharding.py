@@ -26,6 +26,7 @@ __all__ = [
     "layout_parameters",
     "needs_gradient",
     "shard_options",
+    "sliced_options",
     "transition",
 ]
 
@@ -46,7 +47,7 @@ def shard_options(graph: BlockGraph) -> dict[str, tuple[ShardOption, ...]]:
         if rule is not None:
             if rule.is_view and len(inputs) == 1 and inputs[0] in trained:
                 listed.append(_partial(whole))
-            listed += _sliced(op, rule, found, trained, names)
+            listed += sliced_options(op, rule, found, trained, names)
             if rule.query_heads is not None:
                 listed.append(_query_heads(op, rule, trained))
         listed += _told(op, graph)
@@ -142,9 +143,10 @@ def needs_gradient(graph: BlockGraph) -> frozenset[str]:
     return frozenset(trained)
 
 
-def _sliced(
+def sliced_options(
     op: Op, rule: Rule, found: Analysis, trained: frozenset[str], names: Mapping[Atom, str]
 ) -> list[ShardOption]:
+    """Return the options that slice an op along one of the axes in `names`."""
     options: list[ShardOption] = []
     for piece in cuts_of(op.name, rule, found):
         if piece.atom not in names:

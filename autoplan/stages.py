@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.autocast import in_autocast
 from autoplan.errors import EmitError
 from autoplan.executor import CompiledFunction, Writer
 from autoplan.program import Op, Program, Ref, TensorMeta, map_refs
@@ -110,6 +111,8 @@ def stage_function(program: Program, stage: StageSlice, device: torch.device) ->
     order `(*stage.side_states, *stage.constants)`.
     """
     writer = Writer(device)
+    side_ops = tuple(in_autocast(op, program.autocast, device.type) for op in stage.side_ops)
+    stage = replace(stage, side_ops=side_ops)
     names = _local_names(program, stage)
     items = _items(program, stage)
     last_use = {name: i for i, item in enumerate(items) for name in item.reads}

@@ -47,6 +47,7 @@ class ScriptPlan:
 
     Attributes:
         mesh, zero_stage, schedule, num_microbatches, microbatch_size, mixed_precision: as planned.
+        autocast: dtype of the autocast around the step, or None.
         input_keys: paths of the tensors of a batch.
         batch_dims: their batch dimensions.
         aliases: name of each parameter -> first name of the same one.
@@ -60,6 +61,7 @@ class ScriptPlan:
     num_microbatches: int
     microbatch_size: int
     mixed_precision: str
+    autocast: torch.dtype | None
     input_keys: tuple[str, ...]
     batch_dims: tuple[int | None, ...]
     aliases: Mapping[str, str]
@@ -229,7 +231,7 @@ def _set_function(
     plan: ScriptPlan, stage: StageSpec, root: StageRoot, buffers: StepBuffers, mesh: DeviceMesh
 ) -> None:
     """Bind the calls of a stage to its modules, and give the root what it runs."""
-    calls = {i: _bind(spec, root, mesh) for i, spec in stage.calls.items()}
+    calls = {i: _bind(spec, root, mesh, plan.autocast) for i, spec in stage.calls.items()}
     modules: dict[int, nn.Module] = {}
     for i, spec in stage.calls.items():
         if spec.fqn:
@@ -257,7 +259,9 @@ def _set_function(
     root.set_function(run)
 
 
-def _bind(spec: CallSpec, root: StageRoot, mesh: DeviceMesh) -> BoundCall:
+def _bind(
+    spec: CallSpec, root: StageRoot, mesh: DeviceMesh, autocast: torch.dtype | None
+) -> BoundCall:
     rank, degree = mesh.get_local_rank("tp"), mesh["tp"].size()
     localise = [
         functools.partial(slice_whole, placement=Placement.parse(text), rank=rank, degree=degree)
@@ -273,6 +277,8 @@ def _bind(spec: CallSpec, root: StageRoot, mesh: DeviceMesh) -> BoundCall:
         keep=spec.keep,
         cloned=spec.cloned,
         changed=spec.changed,
+        autocast=autocast,
+        device_type=mesh.device_type,
     )
 
 

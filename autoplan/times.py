@@ -6,7 +6,7 @@ Every number comes from a profile look-up; a `Tally` counts how each was found.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoplan.cluster import Cluster
 from autoplan.errors import ProfileError
@@ -100,12 +100,21 @@ class Timer:
         if op.kind == "view":
             return OpTime(forward_s=0.0, backward_s=0.0)
         if op.kind == "gemm" and op.gemm is not None and op.forward_flops > 0:
-            return self._gemm_time(op, _divided(op.gemm, gemm_dim, self.degree))
+            products = self._gemm_time(op, _divided(op.gemm, gemm_dim, self.degree))
+            return self._with_casts(products, op, split)
         if op.kind == "attention" and op.attention is not None:
-            return self._attention_time(op, split)
+            return self._with_casts(self._attention_time(op, split), op, split)
         forward = self._memory_s(op.forward_bytes / split)
         backward = self._memory_s(op.backward_bytes / split) if op.needs_grad else 0.0
         return OpTime(forward_s=forward, backward_s=backward)
+
+    def _with_casts(self, time: OpTime, op: OpTrace, split: int) -> OpTime:
+        """Add the copies that autocast makes of operands and gradients."""
+        return replace(
+            time,
+            forward_s=time.forward_s + self._memory_s(op.cast_bytes / split),
+            backward_s=time.backward_s + self._memory_s(op.backward_cast_bytes / split),
+        )
 
     def _memory_s(self, nbytes: float) -> float:
         return self.tally.add(self.device.memory_time_s(nbytes)) if nbytes > 0 else 0.0

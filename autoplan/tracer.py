@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ from autoplan.backends import Backend
 from autoplan.batches import LossFn
 from autoplan.capturer import capture
 from autoplan.custom_ops import custom_op
+from autoplan.dimensions import program_dimensions
 from autoplan.graph import (
     BlockTrace,
     CallTrace,
+    OpDimensions,
     OpTrace,
     ParameterTrace,
     SavedTensor,
@@ -90,7 +93,7 @@ def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str
     if backend not in ("cpu", "cuda"):
         raise ValueError(f"backend is {backend!r}: it must be 'cpu' or 'cuda'")
     made_by_calls = {out for call in program.calls for out in call.outs}
-    meter = OpMeter(backend)
+    meter = OpMeter(backend, is_autocast=program.autocast is not None)
     runs: dict[int, BlockRun] = {}
     with FakeTensorMode(), torch.enable_grad(), around_step(program.autocast):
         values = side_values(program)
@@ -102,8 +105,11 @@ def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str
                 runs[call.graph] = run_block(graph, inputs, backend, meter, call.fqn, buffers)
             values.update(zip(call.outs, runs[call.graph].outputs, strict=True))
         written = _written_storages(program, runs)
+        dimensions = program_dimensions(program)
         blocks = tuple(
-            _block_trace(program, index, runs[index], made_by_calls, written[index])
+            _block_trace(
+                program, index, runs[index], made_by_calls, written[index], dimensions[index]
+            )
             for index in range(len(program.graphs))
         )
         sizes = {name: _nbytes(value) for name, value in values.items()}
@@ -154,7 +160,12 @@ def _value_trace(name: str, meta: TensorMeta | None, *, is_activation: bool) -> 
 
 
 def _block_trace(
-    program: Program, index: int, run: BlockRun, made_by_calls: set[str], written: set[int]
+    program: Program,
+    index: int,
+    run: BlockRun,
+    made_by_calls: set[str],
+    written: set[int],
+    dimensions: Mapping[str, OpDimensions],
 ) -> BlockTrace:
     graph = program.graphs[index]
     call = next(call for call in program.calls if call.graph == index)
@@ -179,7 +190,9 @@ def _block_trace(
             )
             for state in graph.states
         ),
-        ops=_op_traces(graph, run, written),
+        ops=tuple(
+            replace(op, dimensions=dimensions[op.name]) for op in _op_traces(graph, run, written)
+        ),
         outputs=graph.outputs,
     )
 
@@ -230,6 +243,9 @@ def _op_trace(
             SavedTensor(value=run.owners.get(key, ""), nbytes=nbytes)
             for key, nbytes in run.saved[op.name].items()
         ),
+        casts=tuple(SavedTensor(value=n, nbytes=b) for n, b in run.casts.get(op.name, {}).items()),
+        cast_bytes=cost.cast_bytes,
+        backward_cast_bytes=cost.backward_cast_bytes,
         mark_bytes=cost.mark_bytes,
         may_mark=is_plain and is_float and cost.mark_bytes > 0,
         is_random=is_random(op),

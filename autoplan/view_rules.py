@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from math import prod
 from typing import Any
 
-from autoplan.axes import RESULT, Analysis, Dim, Link, Rule, Side, cut, fresh, leaves
+from autoplan.axes import (
+    RESULT,
+    Analysis,
+    Atom,
+    Dim,
+    Link,
+    Rule,
+    Side,
+    cut,
+    fresh,
+    leaves,
+    singles,
+)
 from autoplan.axis_labels import (
     Labels,
     aligned,
@@ -29,6 +42,7 @@ __all__ = [
     "select",
     "slice_of",
     "split",
+    "squeeze",
     "stack",
     "transpose",
     "unbind",
@@ -46,8 +60,9 @@ def view(found: Analysis, op: Op) -> Rule | None:
     dims = found.result(name)
     sizes = [prod(atom.size for atom in leaves(dim)) for dim in dims]
     rule = Rule(operands=(name,), is_view=True)
-    made: list[Dim] = [[] for _ in op.meta.shape]
-    for ins, outs in _groups(sizes, op.meta.shape):
+    made: list[Dim] = [fresh(size) if size == 1 else [] for size in op.meta.shape]
+    groups = list(_groups(sizes, op.meta.shape))
+    for ins, outs in groups:
         joined = [atom for dim in ins for atom in dims[dim]]
         ends = [prod(op.meta.shape[o] for o in outs[: i + 1]) for i in range(len(outs))]
         if not all(cut(joined, end) for end in ends):
@@ -55,18 +70,69 @@ def view(found: Analysis, op: Op) -> Rule | None:
             for out in outs:
                 made[out] = fresh(op.meta.shape[out])
             continue
-        atoms, start = leaves(joined), 1
+        atoms = [a for atom in joined for a in leaves([atom]) or singles([atom])]
+        start = 1
         for out, end in zip(outs, ends, strict=True):
             made[out] = []
-            while start < end:
+            while atoms and (start < end or atoms[0].size == 1):
                 atom = atoms.pop(0)
                 made[out].append(atom)
                 start *= atom.size
         if ends[-1] > 1:
             sides = (Side(0, tuple(ins)), Side(RESULT, tuple(outs)))
             rule.links.append(Link(size=ends[-1], sides=sides))
+    _carry_singles(found, dims, made, groups)
     found.dims[op.name] = made
     return rule
+
+
+def _carry_singles(
+    found: Analysis,
+    dims: Sequence[Dim],
+    made: Sequence[Dim],
+    groups: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+) -> None:
+    """Follow dimensions of size 1 through a view, in each gap between the others.
+
+    As many before as after are the same in order. Those that vanish hide at the end of the
+    neighbour, where a later view finds them; between two neighbours they may be in either.
+    """
+    ends_in = [(-1, -1), *((min(ins), max(ins)) for ins, _ in groups), (len(dims), len(dims))]
+    ends_out = [(-1, -1), *((min(o), max(o)) for _, o in groups), (len(made), len(made))]
+    for gap in range(len(groups) + 1):
+        (_, left), (right, _) = ends_in[gap], ends_in[gap + 1]
+        (_, left_out), (right_out, _) = ends_out[gap], ends_out[gap + 1]
+        before = [dim for dim in dims[left + 1 : right] if singles(dim)]
+        after = list(made[left_out + 1 : right_out])
+        hidden = _trailing(dims[left]) if left >= 0 else []
+        hidden = hidden or (_trailing(dims[right][::-1]) if right < len(dims) else [])
+        if not before and len(hidden) == len(after):
+            before = [[atom] for atom in hidden]
+            for out in (left_out, right_out):
+                if 0 <= out < len(made):
+                    made[out][:] = [atom for atom in made[out] if atom not in hidden]
+        if len(before) == len(after):
+            found.alike += zip(before, after, strict=True)
+        elif not after:
+            vanished = [atom for dim in before for atom in dim]
+            if left_out >= 0 and right_out < len(made):
+                vanished = [_possible(found, atom) for atom in vanished]
+            if left_out >= 0:
+                made[left_out].extend(vanished)
+            if right_out < len(made):
+                made[right_out][:0] = vanished
+
+
+def _possible(found: Analysis, atom: Atom) -> Atom:
+    (proxy,) = fresh(1)
+    found.alike.append(([atom], [proxy]))
+    found.possible.add(proxy)
+    return proxy
+
+
+def _trailing(dim: Dim) -> list[Atom]:
+    """Return the atoms of size 1 at the end of a dimension."""
+    return list(takewhile(lambda atom: atom.root().size == 1, reversed(dim)))[::-1]
 
 
 def _groups(
@@ -110,8 +176,36 @@ def permute(found: Analysis, op: Op) -> Rule | None:
 
 
 def unsqueeze(found: Analysis, op: Op) -> Rule | None:
-    """Add or drop dimensions of size 1: a view too."""
-    return view(found, op)
+    """Add a dimension of size 1."""
+    name = reference(op.args[0])
+    assert op.meta is not None
+    if name is None:
+        return None
+    at = arguments(op)["dim"] % len(op.meta.shape)
+    kept = [dim for dim in range(len(op.meta.shape)) if dim != at]
+    rule = Rule(operands=(name,), is_view=True)
+    made = list(found.result(name))
+    for dim, out in enumerate(kept):
+        _link_whole(rule, made[dim], dim, out)
+    made.insert(at, fresh(1))
+    found.dims[op.name] = made
+    return rule
+
+
+def squeeze(found: Analysis, op: Op) -> Rule | None:
+    """Drop dimensions of size 1: those that are told, or all."""
+    name = reference(op.args[0])
+    if name is None:
+        return None
+    dims = found.result(name)
+    told = arguments(op).get("dim", range(len(dims)))
+    told = {dim % len(dims) for dim in ([told] if isinstance(told, int) else told)} if dims else ()
+    kept = [dim for dim, atoms in enumerate(dims) if dim not in told or leaves(atoms)]
+    rule = Rule(operands=(name,), is_view=True)
+    for out, dim in enumerate(kept):
+        _link_whole(rule, dims[dim], dim, out)
+    found.dims[op.name] = [dims[dim] for dim in kept]
+    return rule
 
 
 def expand(found: Analysis, op: Op) -> Rule | None:

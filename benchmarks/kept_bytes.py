@@ -6,7 +6,6 @@ planned module runs.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autoplan.autocast import around_step
 from autoplan.graph import Trace
 from autoplan.program import Op, Program, map_refs
 from autoplan.runner import attribute_tensors
@@ -111,17 +111,17 @@ def run_captured(
     values: dict[str, Any] = dict(zip(program.inputs, leaves, strict=True))
     values |= program.constants
     values |= {name: states[fqn] for name, fqn in program.side_states.items()}
-    around = torch.autocast("cpu", dtype=autocast) if autocast else contextlib.nullcontext()
-    with around:
+    with around_step(autocast):
         for op in program.side_ops:
             values[op.name] = _run(op, values)
-        for call in program.calls:
-            graph = program.graphs[call.graph]
-            local = dict(zip(graph.inputs, (values[name] for name in call.args), strict=True))
-            local |= {s.name: states[f] for s, f in zip(graph.states, call.states, strict=True)}
+    for call in program.calls:
+        graph = program.graphs[call.graph]
+        local = dict(zip(graph.inputs, (values[name] for name in call.args), strict=True))
+        local |= {s.name: states[f] for s, f in zip(graph.states, call.states, strict=True)}
+        with around_step(autocast):
             for op in graph.ops:
                 local[op.name] = _run(op, local)
-            values |= zip(call.outs, (local[name] for name in graph.outputs), strict=True)
+        values |= zip(call.outs, (local[name] for name in graph.outputs), strict=True)
     loss: torch.Tensor = values[program.loss]
     return loss
 

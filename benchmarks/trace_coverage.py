@@ -1,4 +1,4 @@
-"""Print what tracing makes of every architecture: `python -m benchmarks.trace_coverage`.
+"""Print what tracing makes of every architecture: `python benchmarks/trace_coverage.py`.
 
 Each architecture is traced in a process of its own. The default size, on the meta device, gives
 the seconds, the memory, the blocks and the FLOPs. The small size, with weights on the CPU, is also
@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from autoplan.batches import reduce_loss, split_batch
 from autoplan.capturer import capture
@@ -197,7 +199,7 @@ def _bytes_of(kept: Sequence[torch.Tensor]) -> int:
 
 def _measure_apart(name: str) -> Row:
     """Return the row of an architecture that is measured in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.trace_coverage", "--one", name]
+    command = [sys.executable, str(Path(__file__).resolve()), "--one", name]
     paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     try:
