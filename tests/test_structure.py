@@ -73,6 +73,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "stages",
         "step_buffers",
         "step_means",
+        "entries",
+        "standalone",
+        "chunks",
+        "checkpoints",
+        "training_state",
         "microbatches",
         "tensor_parallel",
         "executor",
@@ -81,7 +86,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "emitter",
     ),
     ("training", "op_runner", "op_profiler"),
-    ("planning_commands", "running_commands"),
+    ("bundler", "script_text", "script_writer", "framework_configs"),
+    ("planning_commands", "checking_commands", "running_commands"),
     ("cli",),
 )
 LAYER_OF = {name: index for index, layer in enumerate(LAYERS) for name in layer}
