@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -73,7 +73,7 @@ class Planner:
     tally: Tally = field(default_factory=Tally)
     trace_time_s: float = 0.0
     _traces: dict[int, Trace] = field(default_factory=dict)
-    _exact: dict[int, Trace] = field(default_factory=dict)
+    _exact: MutableMapping[int, Trace] = field(default_factory=dict)
     _pricers: dict[int, Pricer] = field(default_factory=dict)
     _ops_bounds: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
 
@@ -100,6 +100,10 @@ class Planner:
             )
             self.trace_time_s += time.perf_counter() - start
         return self._exact[microbatch_size]
+
+    def share_traces(self, traces: MutableMapping[int, Trace]) -> None:
+        """Take traces of the same model and batch from a mapping, and add to it."""
+        self._exact = traces
 
     def pricer(self, microbatch_size: int) -> Pricer:
         """Return the pricer for a micro-batch size.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from autoplan.cluster import Cluster
+from autoplan.engines import AUTOPLAN, Engine
 from autoplan.graph import Trace
 
 __all__ = ["PIN_KEYS", "Optimizer", "Setting", "Workload", "check_pins", "settings_of"]
@@ -64,17 +65,34 @@ class Workload:
         mixed_precision: `bfloat16`: the trace is in it, over parameters of `parameter_dtype_bytes`.
         parameter_bytes_per_traced_byte: bytes of a stored parameter per byte in the trace: 2 for
             float32 parameters computed with in bfloat16, else 1.
+        engine: the software that trains.
+        product_dtype: in which linear layers of blocks multiply, where it is not the trace's:
+            `float8`.
+        is_compiled: memory-bound ops that hand their results on run as one kernel.
     """
 
     global_batch_size: int
     optimizer: Optimizer
     mixed_precision: Literal["none", "bfloat16"] = "none"
     parameter_bytes_per_traced_byte: int = 1
+    engine: Engine = AUTOPLAN
+    product_dtype: str | None = None
+    is_compiled: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Setting:
-    """One point of the outer search."""
+    """One point of the outer search.
+
+    Attributes:
+        dp, tp, pp: degrees.
+        zero_stage: 0 to 3.
+        microbatch_size: rows.
+        num_microbatches: per replica and step.
+        schedule: of the pipeline.
+        virtual_stages: parts into which each rank's share of the blocks is cut; above 1 the
+            schedule is interleaved (Narayanan et al. 2021, section 2.2). Priced, not searched.
+    """
 
     dp: int
     tp: int
@@ -83,6 +101,7 @@ class Setting:
     microbatch_size: int
     num_microbatches: int
     schedule: Literal["none", "gpipe", "1f1b"]
+    virtual_stages: int = 1
 
     def __str__(self) -> str:
         return (

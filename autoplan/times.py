@@ -17,6 +17,10 @@ from autoplan.profiles.tables import Lookup
 
 __all__ = ["OpTime", "Tally", "Timer", "overlaps_communication"]
 
+_LINEAR = ("aten.linear.default", "aten.addmm.default")
+# Bytes per element of an operand in a narrow product: read twice in bfloat16, for its largest value
+# and for the cast, and written once (dynamic scaling, Micikevicius et al. 2022).
+_CAST_BYTES = 2 + 2 + 1
 _DOUBLE_COST = 2.0  # float64 on units measured in float32: two words for one
 
 
@@ -55,8 +59,15 @@ def overlaps_communication(cluster: Cluster) -> bool:
 class Timer:
     """Prices local ops on a cluster for one tensor-parallel degree."""
 
-    def __init__(self, cluster: Cluster, degree: int, tally: Tally | None = None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        degree: int,
+        tally: Tally | None = None,
+        product_dtype: str | None = None,
+    ) -> None:
         self.cluster = cluster
+        self.product_dtype = product_dtype
         self.device = cluster.device
         self.degree = degree
         self.link = cluster.link_for(degree, 1)
@@ -103,19 +114,25 @@ class Timer:
             return self._gemm_time(op, _divided(op.gemm, gemm_dim, self.degree))
         if op.kind == "attention" and op.attention is not None:
             return self._attention_time(op, split)
-        forward = self._memory_s(op.forward_bytes / split)
-        backward = self._memory_s(op.backward_bytes / split) if op.needs_grad else 0.0
+        forward = self.memory_s(op.forward_bytes / split)
+        backward = self.memory_s(op.backward_bytes / split) if op.needs_grad else 0.0
         return OpTime(forward_s=forward, backward_s=backward)
 
-    def _memory_s(self, nbytes: float) -> float:
+    def memory_s(self, nbytes: float) -> float:
+        """Return the seconds of one memory-bound kernel."""
         return self.tally.add(self.device.memory_time_s(nbytes)) if nbytes > 0 else 0.0
 
     def _gemm_time(self, op: OpTrace, gemm: Gemm) -> OpTime:
-        dtype, cost = _priced_dtype(self.device, op.dtype)
         m, n, k, batch = gemm.m, gemm.n, gemm.k, gemm.batch
         add, device = self.tally.add, self.device
+        dtype, cost = _priced_dtype(device, op.dtype)
+        casts = 0.0
+        if self.product_dtype is not None and op.target in _LINEAR:
+            dtype = self.product_dtype
+            casts = _CAST_BYTES * (m * k + k * n)
         forward = add(device.gemm_time_s(m, n, k, dtype=dtype, batch=batch))
-        backward = 0.0
+        forward += self.memory_s(casts)
+        backward = self.memory_s(_CAST_BYTES * m * n) if casts else 0.0
         products = round(op.backward_flops / op.forward_flops)
         if products >= 2:
             backward += add(
