@@ -152,7 +152,9 @@ class Pricer:
         key = (tp, is_glue)
         if key not in self._timers:
             dtype = None if is_glue else self.workload.product_dtype
-            self._timers[key] = Timer(self.cluster, tp, self.tally, dtype)
+            self._timers[key] = Timer(
+                self.cluster, tp, self.tally, dtype, self.workload.attention_kernel
+            )
         return self._timers[key]
 
     def base(self, block: int, decision: Decision, tp: int) -> _BlockBase:

@@ -104,6 +104,7 @@ def estimate(
     engine: str | Engine = "autoplan",
     product_dtype: str | None = None,
     is_compiled: bool = False,
+    attention_kernel: str = "",
     traces: MutableMapping[int, Trace] | None = None,
 ) -> Estimate:
     """Return what a given configuration takes and needs.
@@ -126,6 +127,8 @@ def estimate(
         engine: the software that trains: a name in `autoplan.engines.ENGINES`, or an `Engine`.
         product_dtype: `float8`: linear layers of blocks multiply in it; None: the model's dtype.
         is_compiled: memory-bound ops of a block that hand their results on run as one kernel.
+        attention_kernel: implementation of fused attention as the profile's tables name it, such as
+            `flash1`; empty: the profile's default.
         traces: filled with the traces by micro-batch size; give the same mapping again for the
             same model and batch to save the tracing.
 
@@ -146,7 +149,10 @@ def estimate(
     _check_choices(recompute, zero_stage, tensor_layout, sequence_parallel, product_dtype, tp)
     _set_engine(planner, engine_named(engine), zero_stage)
     planner.workload = replace(
-        planner.workload, product_dtype=product_dtype, is_compiled=is_compiled
+        planner.workload,
+        product_dtype=product_dtype,
+        is_compiled=is_compiled,
+        attention_kernel=attention_kernel,
     )
     if traces is not None:
         planner.share_traces(traces)

@@ -68,6 +68,8 @@ class Workload:
         engine: the software that trains.
         product_dtype: in which linear layers of blocks multiply, where it is not the trace's:
             `float8`.
+        attention_kernel: implementation of fused attention, as the profile names it; empty: its own
+            default.
         is_compiled: memory-bound ops that hand their results on run as one kernel.
     """
 
@@ -78,6 +80,7 @@ class Workload:
     engine: Engine = AUTOPLAN
     product_dtype: str | None = None
     is_compiled: bool = False
+    attention_kernel: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

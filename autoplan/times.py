@@ -6,17 +6,19 @@ Every number comes from a profile look-up; a `Tally` counts how each was found.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoplan.cluster import Cluster
 from autoplan.errors import ProfileError
 from autoplan.graph import Gemm, OpTrace
 from autoplan.local import LocalOp
-from autoplan.profiles.device import DeviceProfile
+from autoplan.profiles.device import ITEM_BYTES, DeviceProfile
 from autoplan.profiles.tables import Lookup
+from autoplan.step_costs import exposed_s
 
 __all__ = ["OpTime", "Tally", "Timer", "overlaps_communication"]
 
+_WITH_BIAS = 3  # operands of a linear layer
 _LINEAR = ("aten.linear.default", "aten.addmm.default")
 # Bytes per element of an operand in a narrow product: read twice in bfloat16, for its largest value
 # and for the cast, and written once (dynamic scaling, Micikevicius et al. 2022).
@@ -65,9 +67,11 @@ class Timer:
         degree: int,
         tally: Tally | None = None,
         product_dtype: str | None = None,
+        attention_kernel: str = "",
     ) -> None:
         self.cluster = cluster
         self.product_dtype = product_dtype
+        self.attention_kernel = attention_kernel
         self.device = cluster.device
         self.degree = degree
         self.link = cluster.link_for(degree, 1)
@@ -78,7 +82,13 @@ class Timer:
         """Return the seconds of one local op."""
         if op.op is None:
             return self._conversion_time(op)
-        return self.traced_time(op.op, op.option.gemm_dim, op.option.is_split)
+        time = self.traced_time(op.op, op.option.gemm_dim, op.option.is_split)
+        if not op.regathered_bytes:
+            return time
+        # The input's gradient does not need what is gathered: the two run at once.
+        gather_s = self.collective_s("all_gather", op.regathered_bytes)
+        comm_s = time.backward_comm_s + exposed_s(gather_s, time.backward_s / 2)
+        return replace(time, backward_comm_s=comm_s)
 
     def _conversion_time(self, op: LocalOp) -> OpTime:
         assert op.transition is not None, "a conversion carries its transition"
@@ -142,6 +152,9 @@ class Timer:
             backward += add(
                 device.gemm_time_s(n, k, m, dtype=dtype, batch=batch, direction="wgrad")
             )
+            if op.target in _LINEAR and len(op.inputs) == _WITH_BIAS:
+                # The bias's gradient is a sum over rows, a kernel of its own.
+                backward += self.memory_s(m * n * ITEM_BYTES.get(op.dtype, 4))
         return OpTime(forward_s=cost * forward, backward_s=cost * backward)
 
     def _attention_time(self, op: OpTrace, split: int) -> OpTime:
@@ -159,6 +172,7 @@ class Timer:
                 causal=bool(causal),
                 dtype=dtype,
                 direction=direction,  # type: ignore[arg-type]
+                kernel=self.attention_kernel,
             )
             return cost * self.tally.add(lookup)
 

@@ -331,6 +331,9 @@ def _options(
         raise Skipped(f"optimizer {optimizer} is not priced")
     options["optimizer"] = "AdamW"
     options["mixed_precision"] = _precision(row)
+    if family == "foundry":
+        # Its A100 rows, which may be fitted to, show the rate of the first version.
+        options["attention_kernel"] = "flash1"
     if "fp8" in (row.get("dtype") or "").lower():
         options["product_dtype"] = "float8"
     if "compile" in row.get("framework", "").lower():

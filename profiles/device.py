@@ -194,6 +194,7 @@ class DeviceProfile:
         dtype: str,
         direction: AttentionDirection = "forward",
         flops: float | None = None,
+        kernel: str = "",
     ) -> Lookup:
         """Return the time of fused scaled-dot-product attention.
 
@@ -204,13 +205,15 @@ class DeviceProfile:
             direction: `backward` is 2.5 times the FLOPs of `forward`.
             flops: FLOPs of the whole, not halved, matrix in this direction, for callers that
                 counted them; None: 4 * batch * heads * seq_q * seq_k * head_dim (* 2.5).
+            kernel: implementation, as the tables name it; one without tables, or none: that of the
+                first table.
 
         Raises:
             ProfileError: if the profile has no such dtype or direction; names what exists.
             ValueError: if a size is below 0.
         """
         return _attention_time_s(
-            self, batch, heads, seq_q, seq_k, head_dim, causal, dtype, direction, flops
+            self, batch, heads, seq_q, seq_k, head_dim, causal, dtype, direction, flops, kernel
         )
 
     def memory_time_s(self, nbytes: float) -> Lookup:
@@ -323,6 +326,7 @@ def _attention_time_s(
     dtype: str,
     direction: AttentionDirection,
     flops: float | None,
+    kernel: str,
 ) -> Lookup:
     _check_known(profile, dtype, direction, ATTENTION_DIRECTIONS)
     _check_sizes(batch=batch, heads=heads, seq_q=seq_q, seq_k=seq_k, head_dim=head_dim)
@@ -335,7 +339,7 @@ def _attention_time_s(
     nbytes = 2.0 * batch * heads * (seq_q + seq_k) * head_dim * ITEM_BYTES[dtype]
     nbytes *= 2.0 if direction == "backward" else 1.0
     seq = max(1, round(math.sqrt(seq_q * seq_k)))
-    points, ratio = _rate_points(profile, "attention", dtype, direction, causal)
+    points, ratio = _rate_points(profile, "attention", dtype, direction, causal, kernel)
     work = flops / 2 if causal else flops
     return _compute_time(
         profile, points, ratio, (seq, head_dim, batch * heads), work, nbytes, dtype
@@ -399,14 +403,23 @@ def _stream_bytes_per_s(profile: DeviceProfile) -> float:
 
 @lru_cache(maxsize=4096)
 def _rate_points(
-    profile: DeviceProfile, kind: str, dtype: str, direction: str, causal: bool | None
+    profile: DeviceProfile,
+    kind: str,
+    dtype: str,
+    direction: str,
+    causal: bool | None,
+    kernel: str = "",
 ) -> tuple[RatePoints | None, float]:
     """Return the table of a dtype, or that of the dtype nearest in peak, and the ratio of peaks."""
     tables: tuple[GemmTable | AttentionTable, ...] = (
         profile.gemm if kind == "gemm" else profile.attention
     )
     rows_by_dtype: dict[str, list[tuple[int, int, int, float]]] = {}
-    for table in tables:
+    kernels = [getattr(table, "kernel", "") for table in tables]
+    wanted = kernel if kernel in kernels else next(iter(kernels), "")
+    for table, own in zip(tables, kernels, strict=True):
+        if own != wanted:
+            continue
         if table.direction == direction and getattr(table, "causal", None) == causal:
             rows_by_dtype.setdefault(table.dtype, []).extend(table.rows)
     if not rows_by_dtype:

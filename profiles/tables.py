@@ -86,7 +86,8 @@ class AttentionTable:
     """Speeds of fused attention; rows are (seq, head_dim, batch * heads, flops_per_s).
 
     FLOPs count what is computed: 4 * batch * heads * seq**2 * head_dim forward, halved if causal,
-    and 2.5 times that backward (Dao 2023, section 4.1).
+    and 2.5 times that backward (Dao 2023, section 4.1). `kernel` names the implementation; the
+    profile's first table says which one is meant where nobody asks for another.
     """
 
     dtype: str
@@ -94,6 +95,7 @@ class AttentionTable:
     causal: bool
     origin: str
     rows: tuple[tuple[int, int, int, float], ...]
+    kernel: str = ""
 
     def __post_init__(self) -> None:
         _check_rows("attention", self.rows)
