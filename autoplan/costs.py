@@ -28,6 +28,7 @@ from autoplan.memory import (
 from autoplan.search.problem import BlockOption
 from autoplan.settings import Setting, Workload, shared_states
 from autoplan.step_costs import (
+    copy_bytes,
     data_parallel_times,
     exposed_s,
     optimizer_bytes,
@@ -262,6 +263,7 @@ class Pricer:
         tensor_s = base.comm_forward_s + base.comm_backward_s + base.summed_s - summed_s
         backward += base.summed_s - summed_s
         again_s = regather_s + comm.reduce_s
+        copy_f, copy_b, copy_once = self._copy_times(group, setting)
         once_zero_s = comm.once_gather_s + comm.once_reduce_s
         if overlaps_communication(self.cluster):
             exposed_f = exposed_s(comm.gather_s, forward)
@@ -271,6 +273,8 @@ class Pricer:
                 once_zero_s += exposed_s(comm.once_reduce_s, backward)
         else:
             exposed_f, exposed_b = comm.gather_s, again_s
+        exposed_f, exposed_b = exposed_f + copy_f, exposed_b + copy_b
+        once_zero_s += copy_once
         optimizer_s = self._optimizer_time(group, setting)
         return BlockPrice(
             forward_s=forward + exposed_f,
@@ -288,6 +292,16 @@ class Pricer:
                 "tensor_parallel": summed_s,
             },
         )
+
+    def _copy_times(self, group: GroupBytes, setting: Setting) -> tuple[float, float, float]:
+        """Return seconds of copies around collectives: forward, backward, once a step."""
+        timer = self.timer(setting.tp)
+        gather, reduce = map(timer.memory_s, copy_bytes(group, setting, self.workload))
+        if setting.zero_stage == 3:
+            return gather, gather + reduce, 0.0
+        if setting.zero_stage == 2:
+            return 0.0, reduce, gather
+        return 0.0, 0.0, gather + reduce
 
     def _optimizer_time(self, group: GroupBytes, setting: Setting) -> float:
         traffic = optimizer_bytes(group, setting, self.workload)

@@ -26,6 +26,11 @@ class Engine:
         regathers_sequence: a column-parallel product under sequence parallelism keeps the slice of
             its input and gathers it again in backward (Korthikanti et al. 2022, section 4.2.2).
         is_foreach: the optimizer's step holds a temporary as large as the parameters it updates.
+        copies_gathered: gathered parameters are copied out of the buffer of the collective (FSDP2,
+            `foreach_all_gather_copy_out`).
+        copies_reduced: gradients are copied, in the dtype of the reduction, into its buffer (FSDP2,
+            `foreach_reduce`; FSDP1, `_cast_grad_to_reduce_dtype`).
+        divides_reduced: gradients are divided by a kernel of its own (FSDP1, `_div_if_needed`).
         sends_slices: a pipeline boundary sends a slice per tensor-parallel rank and gathers it on
             the other side (Narayanan et al. 2021, section 4.1).
     """
@@ -36,6 +41,9 @@ class Engine:
     overlaps_reduction: bool = True
     regathers_sequence: bool = False
     is_foreach: bool | None = None
+    copies_gathered: bool = True
+    copies_reduced: bool = True
+    divides_reduced: bool = False
     sends_slices: bool = False
 
 
@@ -49,12 +57,17 @@ MEGATRON = Engine(
     overlaps_reduction=False,
     regathers_sequence=True,
     is_foreach=False,
+    copies_gathered=False,
+    copies_reduced=False,
     sends_slices=True,
 )
 
+_FSDP1 = replace(AUTOPLAN, name="fsdp1", copies_gathered=False, divides_reduced=True)
+
 ENGINES = {
     "autoplan": AUTOPLAN,
-    "fsdp-bf16": replace(AUTOPLAN, name="fsdp-bf16", is_gradient_wide=False),
+    "fsdp1": _FSDP1,
+    "fsdp1-bf16": replace(_FSDP1, name="fsdp1-bf16", is_gradient_wide=False),
     "megatron": MEGATRON,
     "megatron-overlap": replace(MEGATRON, name="megatron-overlap", overlaps_reduction=True),
     # fp16 training before gradient buffers in float32, and DeepSpeed's ZeRO-1 in fp16.

@@ -129,6 +129,7 @@ class OpTrace:
         backward_flops: backward, both gradients.
         forward_bytes: bytes read and written forward.
         backward_bytes: backward.
+        accumulated_bytes: of those, what sums of gradients move.
         saved: what autograd keeps for it.
         mark_bytes: bytes that a keep mark holds: all results of kernels inside that are no views.
         may_mark: whether a keep mark is legal (no view, not random, not mutated later).
@@ -155,6 +156,7 @@ class OpTrace:
     backward_flops: int = 0
     forward_bytes: int = 0
     backward_bytes: int = 0
+    accumulated_bytes: int = 0
     saved: tuple[SavedTensor, ...] = ()
     mark_bytes: int = 0
     may_mark: bool = False

@@ -67,8 +67,6 @@ def _interleaved(m: int, pp: int, parts: int, rank: int) -> list[Action]:
     """
     total = m * parts
     warm = min(total, 2 * (pp - rank - 1) + (parts - 1) * pp + 1)
-    if m == pp:
-        warm = total
     forwards = [_place(k, pp, parts) for k in range(total)]
     backwards = [(i, parts - 1 - part) for i, part in forwards]
     done = [_action("F", *forwards[k]) for k in range(warm)]

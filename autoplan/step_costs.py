@@ -13,6 +13,7 @@ __all__ = [
     "INTERFERENCE",
     "DataParallelTimes",
     "data_parallel_times",
+    "copy_bytes",
     "exposed_s",
     "optimizer_bytes",
     "pipeline_step_s",
@@ -65,6 +66,22 @@ def data_parallel_times(
     if setting.zero_stage == 2:
         return DataParallelTimes(once_gather_s=gather_s, reduce_s=reduce_s)
     return DataParallelTimes(gather_s=gather_s, reduce_s=reduce_s)
+
+
+def copy_bytes(group: GroupBytes, setting: Setting, workload: Workload) -> tuple[float, float]:
+    """Return bytes that copies around collectives read and write: per gather, per reduction.
+
+    These kernels take the device from the computation; see `Engine` for which software has them.
+    """
+    if setting.dp == 1 or setting.zero_stage == 0 or group.gathered == 0:
+        return 0.0, 0.0
+    engine = workload.engine
+    reduced = group.trained if engine.is_gradient_wide else group.gathered_grads
+    gather = 2 * group.gathered * engine.copies_gathered
+    reduce = (group.gathered_grads + reduced) * engine.copies_reduced
+    if not engine.copies_gathered and reduced == group.gathered_grads:
+        reduce = 0  # nothing to cast, and a flat gradient needs no copy
+    return float(gather), float(reduce + 2 * reduced * engine.divides_reduced)
 
 
 def exposed_s(communication_s: float, compute_s: float) -> float:

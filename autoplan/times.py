@@ -124,13 +124,18 @@ class Timer:
             return self._gemm_time(op, _divided(op.gemm, gemm_dim, self.degree))
         if op.kind == "attention" and op.attention is not None:
             return self._attention_time(op, split)
-        forward = self.memory_s(op.forward_bytes / split)
-        backward = self.memory_s(op.backward_bytes / split) if op.needs_grad else 0.0
+        kernel = op.target.split(".")[1] if op.target.startswith("aten.") else ""
+        forward = self.memory_s(op.forward_bytes / split, kernel)
+        backward = 0.0
+        if op.needs_grad:
+            own = (op.backward_bytes - op.accumulated_bytes) / split
+            backward = self.memory_s(own, f"{kernel}_backward")
+            backward += self.memory_s(op.accumulated_bytes / split)
         return OpTime(forward_s=forward, backward_s=backward)
 
-    def memory_s(self, nbytes: float) -> float:
+    def memory_s(self, nbytes: float, kernel: str = "") -> float:
         """Return the seconds of one memory-bound kernel."""
-        return self.tally.add(self.device.memory_time_s(nbytes)) if nbytes > 0 else 0.0
+        return self.tally.add(self.device.memory_time_s(nbytes, kernel)) if nbytes > 0 else 0.0
 
     def _gemm_time(self, op: OpTrace, gemm: Gemm) -> OpTime:
         m, n, k, batch = gemm.m, gemm.n, gemm.k, gemm.batch
@@ -155,6 +160,7 @@ class Timer:
             if op.target in _LINEAR and len(op.inputs) == _WITH_BIAS:
                 # The bias's gradient is a sum over rows, a kernel of its own.
                 backward += self.memory_s(m * n * ITEM_BYTES.get(op.dtype, 4))
+        backward += self.memory_s(op.accumulated_bytes)
         return OpTime(forward_s=cost * forward, backward_s=cost * backward)
 
     def _attention_time(self, op: OpTrace, split: int) -> OpTime:

@@ -8,6 +8,8 @@ it cannot run. What they keep is what the frameworks' own kernels keep:
     swiglu          gate and value, in one    Megatron-LM `fused_bias_swiglu.py`
     rotate          nothing                   rotary embedding, Transformer Engine `rope.py`
     cross_entropy   logits                    flash-attn `losses/cross_entropy.py`
+    gather_rows     indices                   flash-attn `bert_padding.py`, `index_first_axis`
+    scatter_rows    indices                   flash-attn `bert_padding.py`, `index_put_first_axis`
 """
 
 from __future__ import annotations
@@ -19,7 +21,15 @@ import torch
 
 import autoplan
 
-__all__ = ["cross_entropy", "dropout_add", "masked_softmax", "rotate", "swiglu"]
+__all__ = [
+    "cross_entropy",
+    "dropout_add",
+    "gather_rows",
+    "masked_softmax",
+    "rotate",
+    "scatter_rows",
+    "swiglu",
+]
 
 
 def _no_kernel(*_: Any) -> Any:
@@ -54,18 +64,22 @@ _swiglu = _op("swiglu", "(Tensor both) -> Tensor")
 _swiglu_backward = _op("swiglu_backward", "(Tensor gradient, Tensor both) -> Tensor")
 _rotate = _op("rotate", "(Tensor value) -> Tensor", torch.Tag.pointwise)
 _rotate_backward = _op("rotate_backward", "(Tensor gradient) -> Tensor")
+_gather = _op("gather_rows", "(Tensor value) -> Tensor", torch.Tag.pointwise)
+_gather_backward = _op("gather_rows_backward", "(Tensor gradient, Tensor zeros) -> Tensor")
+_scatter = _op("scatter_rows", "(Tensor value, Tensor zeros) -> Tensor", torch.Tag.pointwise)
+_scatter_backward = _op("scatter_rows_backward", "(Tensor gradient) -> Tensor")
 _loss = _op("cross_entropy", "(Tensor logits, Tensor labels) -> (Tensor, Tensor)")
 _loss_backward = _op(
     "cross_entropy_backward", "(Tensor gradient, Tensor logits, Tensor lse) -> Tensor"
 )
 
 
-@_shaped(_softmax, _rotate)
+@_shaped(_softmax, _rotate, _gather)
 def _same(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(value)
 
 
-@_shaped(_rotate_backward, _dropout_add_backward)
+@_shaped(_rotate_backward, _dropout_add_backward, _scatter_backward)
 def _same_gradient(gradient: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(gradient)
 
@@ -82,6 +96,11 @@ def _like_both(gradient: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
 
 @_shaped(_dropout_add)
 def _dropout_add_fake(value: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(value)
+
+
+@_shaped(_gather_backward, _scatter)
+def _like_first(value: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(value)
 
 
@@ -128,6 +147,12 @@ _dropout_add.register_autograd(
 _swiglu.register_autograd(
     lambda ctx, grad: _swiglu_backward(grad, *ctx.saved_tensors), setup_context=_keep_input
 )
+_gather.register_autograd(
+    lambda ctx, grad: _gather_backward(grad, torch.zeros_like(grad)), setup_context=_keep_nothing
+)
+_scatter.register_autograd(
+    lambda ctx, grad: (_scatter_backward(grad), None), setup_context=_keep_nothing
+)
 _rotate.register_autograd(lambda ctx, grad: _rotate_backward(grad), setup_context=_keep_nothing)
 _loss.register_autograd(
     lambda ctx, grad, _: (_loss_backward(grad, *ctx.saved_tensors), None),
@@ -150,13 +175,24 @@ def _no_flops_add(value: torch.Tensor, residual: torch.Tensor) -> int:
     return 0
 
 
-@autoplan.register_op("published::swiglu", shardings=[(("S(2,2)",), "S(2)"), (("S(1)",), "S(1)")])
+# Each rank stores its own gate beside its own value, so a plain slice of both is what it has.
+@autoplan.register_op("published::swiglu", shardings=[(("S(2)",), "S(2)"), (("S(1)",), "S(1)")])
 def _no_flops_swiglu(both: torch.Tensor) -> int:
     return 0
 
 
 @autoplan.register_op("published::rotate")
 def _no_flops_rotate(value: torch.Tensor) -> int:
+    return 0
+
+
+@autoplan.register_op("published::gather_rows")
+def _no_flops_gather(value: torch.Tensor) -> int:
+    return 0
+
+
+@autoplan.register_op("published::scatter_rows")
+def _no_flops_scatter(value: torch.Tensor, zeros: torch.Tensor) -> int:
     return 0
 
 
@@ -188,3 +224,13 @@ def rotate(value: torch.Tensor) -> torch.Tensor:
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the mean loss of logits in one kernel that keeps the logits as they are."""
     return _loss(logits, labels)[0].mean()  # type: ignore[no-any-return]
+
+
+def gather_rows(value: torch.Tensor) -> torch.Tensor:
+    """Return the rows that are no padding, here all, in a new tensor."""
+    return _gather(value)  # type: ignore[no-any-return]
+
+
+def scatter_rows(value: torch.Tensor) -> torch.Tensor:
+    """Return rows put back among padding, in a new tensor of zeros."""
+    return _scatter(value, torch.zeros_like(value))  # type: ignore[no-any-return]

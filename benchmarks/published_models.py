@@ -2,7 +2,8 @@
 
 Three families of kernels are told apart, because they keep different tensors and read memory a
 different number of times: `megatron` (fused softmax, bias-dropout-add, SwiGLU, rotary embedding),
-`torch` (what eager torch runs) and `foundry` (torch with a fused loss).
+`torch` (what eager torch runs) and `foundry` (torch with a fused loss, and attention on rows without
+padding, which llm-foundry takes out and puts back in `flash_attn_fn`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Shape:
         has_bias: linear layers have one.
         dropout: on attention and on both residual branches.
         attention: `flash`, or `unfused` with materialised scores.
+        skips_masked: the fused kernel leaves out what a causal mask hides.
         kernels: family, see the module.
     """
 
@@ -50,6 +52,7 @@ class Shape:
     has_bias: bool = True
     dropout: bool = False
     attention: Literal["flash", "unfused"] = "flash"
+    skips_masked: bool = True
     kernels: Literal["megatron", "torch", "foundry"] = "torch"
 
     def __str__(self) -> str:
@@ -64,8 +67,24 @@ def batch_of(shape: Shape) -> dict[str, torch.Tensor]:
     }
 
 
+class _EagerRmsNorm(nn.Module):
+    """The norm of Llama's own code: one kernel for each operator, statistics in float32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        wide = hidden.float()
+        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return scaled.to(hidden.dtype) * self.weight
+
+
 def _norm(shape: Shape) -> nn.Module:
-    return nn.LayerNorm(shape.hidden) if shape.norm == "layer" else nn.RMSNorm(shape.hidden)
+    if shape.norm == "layer":
+        return nn.LayerNorm(shape.hidden)
+    fused_norm = nn.RMSNorm(shape.hidden)
+    return _EagerRmsNorm(shape.hidden) if shape.kernels == "torch" else fused_norm
 
 
 class _Attention(nn.Module):
@@ -89,8 +108,12 @@ class _Attention(nn.Module):
         query, key, value = self._projected(hidden)
         if self.shape.position == "rotary":
             query, key = self._rotated(query), self._rotated(key)
+        if self.shape.kernels == "foundry":
+            query, key, value = (fused.gather_rows(x) for x in (query, key, value))
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         mixed = self._mixed(query, key, value)
+        if self.shape.kernels == "foundry":
+            mixed = fused.scatter_rows(mixed)
         return self.out(mixed.transpose(1, 2).reshape(hidden.shape))  # type: ignore[no-any-return]
 
     def _projected(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -121,7 +144,7 @@ class _Attention(nn.Module):
                 key,
                 value,
                 dropout_p=0.1 if self.shape.dropout else 0.0,
-                is_causal=True,
+                is_causal=self.shape.skips_masked,
                 enable_gqa=self.shape.kv_heads != self.shape.heads,
             )
         scores = torch.matmul(query, key.transpose(-1, -2))

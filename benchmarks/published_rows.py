@@ -223,6 +223,8 @@ def _shape(row: Mapping[str, str]) -> Shape:
         has_bias=not is_llama and "disable-bias-linear" not in args,
         dropout=has_dropout,
         attention="unfused" if is_unfused else "flash",
+        # A100 rows of llm-foundry, which may be fitted to: time grows with the whole matrix.
+        skips_masked=family != "foundry",
         kernels=family,  # type: ignore[arg-type]
     )
 
@@ -331,9 +333,6 @@ def _options(
         raise Skipped(f"optimizer {optimizer} is not priced")
     options["optimizer"] = "AdamW"
     options["mixed_precision"] = _precision(row)
-    if family == "foundry":
-        # Its A100 rows, which may be fitted to, show the rate of the first version.
-        options["attention_kernel"] = "flash1"
     if "fp8" in (row.get("dtype") or "").lower():
         options["product_dtype"] = "float8"
     if "compile" in row.get("framework", "").lower():
@@ -384,4 +383,7 @@ def _engine(row: Mapping[str, str], family: str, zero_stage: int) -> str:
         return "megatron-fp16" if dtype.startswith("fp16") else "megatron"
     if "deepspeed" in row.get("framework", "").lower():
         raise Skipped("the buffers of DeepSpeed's ZeRO are not priced")
-    return "fsdp-bf16" if "PURE" in (row.get("sharding") or "") else "autoplan"
+    text = f"{row.get('framework')} {row.get('sharding')}".lower()
+    if "fsdp1" in text or "fsdp (" in text:
+        return "fsdp1-bf16" if "mp=pure" in text else "fsdp1"
+    return "autoplan"

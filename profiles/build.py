@@ -79,9 +79,7 @@ def build_profile(source: DeviceSource, measurements: Measurements) -> DevicePro
         name=source.name,
         description=source.description,
         memory_bytes=int(
-            collect.take(
-                "memory_bytes", memory_bytes, "memory", _memory_origin(source, memory)
-            )
+            collect.take("memory_bytes", memory_bytes, "memory", _memory_origin(source, memory))
         ),
         reserve_bytes=_reserve_bytes(source, measurements, collect),
         peak_flops_per_s=peaks,

@@ -141,8 +141,8 @@ def attention_flash(
     alone is known too, which gives the backward; its ratio is carried over to A100. Older
     implementations get tables of their own, with one rate for both directions.
     """
-    name, impl = ("standard", "PyTorch standard") if source.attention == "standard" else (
-        "flash2", "FA2"
+    name, impl = (
+        ("standard", "PyTorch standard") if source.attention == "standard" else ("flash2", "FA2")
     )
     tables, origins = _flash(source, measurements, dtype, peak, name, impl)
     for older, older_impl in source.older_attention:
@@ -282,23 +282,25 @@ def memory_table(
 ) -> tuple[tuple[MemoryTable, ...], Origins]:
     """Return memory-bound speeds: the H100's share of peak by size, levelled to this device.
 
-    Squared ReLU in eager torch is two elementwise kernels, so each has half the time and moves two
-    tensors. Where a fit of large kernels exists for the device or its sibling, it sets the level.
+    Rows are the elementwise kernels of a gated MLP as a model runs them, on slices of one tensor:
+    silu reads one and writes one, the product reads two and writes one. Where a fit of large
+    kernels in training exists for the device itself, it sets the level.
     """
     rows = [
         row
         for row in measurements.liger
         if (row["gpu"], row["op"], row["impl"], row["mode"], row["metric"])
-        == (LIGER_H100, "relu_squared", "torch", "forward", "speed")
+        == (LIGER_H100, "megatron_swiglu", "torch", "forward", "speed")
     ]
     h100_peak = measurements.need(("H100-SXM",), "hbm_bandwidth").value * 1e9
     shares: dict[int, float] = {}
     for row in rows:
-        num_elements = json.loads(row["config"])["M"] * int(float(row["x_value"]))
-        nbytes = 2 * num_elements * 2  # read and written once, bfloat16
-        shares[nbytes] = nbytes / (float(row["p50"]) * 1e-3 / 2) / h100_peak
+        config = json.loads(row["config"])
+        nbytes = config["S"] * config["B"] * int(float(row["x_value"])) * 2  # bfloat16
+        each_s = float(row["p50"]) * 1e-3 / 5
+        shares[round(2.5 * nbytes)] = nbytes / each_s / h100_peak
     level = shares[max(shares)]
-    text = f"elementwise kernels of eager torch on H100 by size; {rows[0]['source']}"
+    text = f"elementwise kernels of a gated MLP in eager torch on H100; {rows[0]['source']}"
     kind: OriginKind = "published"
     fit = measurements.find((source.memory_fraction,), "memory_bound_op_bandwidth:default")
     if fit is not None:
@@ -314,6 +316,7 @@ def memory_table(
         if not source.name.startswith("h100"):
             kind = "assumed"
             text = f"transferred: {text}; the same share of peak bandwidth is assumed here"
+    tables, origins = _reductions(measurements, peak_bytes_per_s, is_a100="a100" in source.name)
     table = MemoryTable(
         origin="memory_bound",
         rows=tuple(
@@ -321,7 +324,90 @@ def memory_table(
             for nbytes, share in sorted(shares.items())
         ),
     )
-    return (table,), {"memory_bound": Origin(kind=kind, text=text, device="H100")}
+    origins |= {"memory_bound": Origin(kind=kind, text=text, device="H100")}
+    return (table, *tables), origins
+
+
+# Reductions of liger_ops.csv: op, implementation, config key of the rows, bytes of an element, and
+# how often forward and backward move the input (as a trace counts them).
+_REDUCTIONS = (
+    ("layer_norm", "layer_norm", ("M",), 4, 2, 3),
+    ("rms_norm", "megatron_rms_norm", ("S", "B"), 2, 2, 3),
+    ("cross_entropy_loss", "cross_entropy", ("B", "T"), 4, 3, 5),
+)
+_LIGER_GPUS = {"NVIDIA A100-SXM4-80GB": ("A100-SXM",), LIGER_H100: ("H100-SXM",)}
+
+
+def _reductions(
+    measurements: Measurements, peak_bytes_per_s: float, *, is_a100: bool
+) -> tuple[tuple[MemoryTable, ...], Origins]:
+    """Return speeds of norms and losses: shares of the peak bandwidth of the GPU measured.
+
+    A100 devices take the rows of the A100 where there are some, the others those of the H100.
+    """
+    tables: list[MemoryTable] = []
+    origins: Origins = {}
+    gpus = sorted(_LIGER_GPUS, key=lambda gpu: ("A100" in gpu) != is_a100)
+    for name, op, keys, item, forward, backward in _REDUCTIONS:
+        rows = _liger_rows(measurements, gpus, op)
+        if not rows:
+            continue
+        peak = measurements.need(_LIGER_GPUS[rows[0]["gpu"]], "hbm_bandwidth").value * 1e9
+        times: dict[tuple[int, str], float] = {}
+        for row in rows:
+            config = json.loads(row["config"])
+            elements = int(float(row["x_value"]))
+            for key in keys:
+                elements *= config[key]
+            times[elements, row["mode"]] = float(row["p50"]) * 1e-3
+        for suffix, passes in (("", forward), ("_backward", backward)):
+            shares = _shares(times, suffix, passes * item)
+            tables.append(
+                MemoryTable(
+                    origin=name,
+                    kernel=name + suffix,
+                    rows=tuple((n, _rounded(s / peak * peak_bytes_per_s)) for n, s in shares),
+                )
+            )
+        origins[name] = Origin(
+            kind="published",
+            text=f"eager {op} as a share of the peak bandwidth of {rows[0]['gpu']}; "
+            f"{rows[0]['source']}",
+            device=rows[0]["gpu"],
+        )
+    return tuple(tables), origins
+
+
+def _liger_rows(measurements: Measurements, gpus: Sequence[str], op: str) -> list[Row]:
+    """Return the eager rows of an op on the first GPU that has some."""
+    for gpu in gpus:
+        rows = [
+            row
+            for row in measurements.liger
+            if row["gpu"] == gpu
+            and row["op"] == op
+            and row["impl"] in ("huggingface", "torch")
+            and row["metric"] == "speed"
+            and row["mode"] in ("forward", "full")
+        ]
+        if rows:
+            return rows
+    return []
+
+
+def _shares(
+    times: dict[tuple[int, str], float], suffix: str, bytes_per_element: int
+) -> list[tuple[int, float]]:
+    """Return (bytes, bytes per second) of forward, or of what full takes beyond it."""
+    found = []
+    for elements, mode in sorted(times):
+        if mode != "forward" or (elements, "full") not in times:
+            continue
+        seconds = times[elements, "forward"]
+        if suffix:
+            seconds = times[elements, "full"] - seconds
+        found.append((elements * bytes_per_element, elements * bytes_per_element / seconds))
+    return found
 
 
 def _rounded(rate: float) -> float:

@@ -216,18 +216,22 @@ class DeviceProfile:
             self, batch, heads, seq_q, seq_k, head_dim, causal, dtype, direction, flops, kernel
         )
 
-    def memory_time_s(self, nbytes: float) -> Lookup:
+    def memory_time_s(self, nbytes: float, kernel: str = "") -> Lookup:
         """Return the time of a memory-bound kernel that reads and writes `nbytes` in all.
+
+        Args:
+            nbytes: at least 0.
+            kernel: operator, as the tables name it; one without a table counts as elementwise.
 
         Raises:
             ValueError: if `nbytes` < 0.
         """
-        return _memory_time_s(self, nbytes)
+        return _memory_time_s(self, nbytes, kernel)
 
     def optimizer_time_s(self, nbytes: float) -> Lookup:
         """Return the time of an optimizer step that reads and writes `nbytes` in all."""
         if self.optimizer_bytes_per_s is None:
-            return _memory_time_s(self, nbytes)
+            return _memory_time_s(self, nbytes, "")
         _check_sizes(nbytes=nbytes)
         if nbytes == 0:
             return Lookup(time_s=0.0, how="measured")
@@ -372,11 +376,11 @@ def _compute_time(
 
 
 @lru_cache(maxsize=65536)
-def _memory_time_s(profile: DeviceProfile, nbytes: float) -> Lookup:
+def _memory_time_s(profile: DeviceProfile, nbytes: float, kernel: str) -> Lookup:
     _check_sizes(nbytes=nbytes)
     if nbytes == 0:
         return Lookup(time_s=0.0, how="measured")
-    curve = _memory_curve(profile)
+    curve = _memory_curve(profile, kernel) or _memory_curve(profile, "")
     how: How = "roofline"
     if curve is None:
         time_s = nbytes / _stream_bytes_per_s(profile)
@@ -386,15 +390,16 @@ def _memory_time_s(profile: DeviceProfile, nbytes: float) -> Lookup:
 
 
 @lru_cache(maxsize=1024)
-def _memory_curve(profile: DeviceProfile) -> TimeCurve | None:
-    rows = [(nbytes, nbytes / rate) for t in profile.memory_bound for nbytes, rate in t.rows]
+def _memory_curve(profile: DeviceProfile, kernel: str) -> TimeCurve | None:
+    tables = [table for table in profile.memory_bound if table.kernel == kernel]
+    rows = [(nbytes, nbytes / rate) for table in tables for nbytes, rate in table.rows]
     return TimeCurve(rows) if rows else None
 
 
 @lru_cache(maxsize=1024)
 def _stream_bytes_per_s(profile: DeviceProfile) -> float:
     """Return the bandwidth that the largest measured memory-bound kernel reaches."""
-    curve = _memory_curve(profile)
+    curve = _memory_curve(profile, "")
     if curve is None:
         return profile.memory_bandwidth_bytes_per_s * UNMEASURED_EFFICIENCY
     nbytes, time_s = curve.last

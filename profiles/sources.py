@@ -51,7 +51,7 @@ SOURCES = (
         gemm_donor="A100-PCIe-80",
         attention="flash",
         attention_donor="A100-SXM4-80",
-        memory_fraction="A100-PCIe-80",
+        memory_fraction="H100-SXM",
         curve="mleng_a100_nccltests",
     ),
     DeviceSource(
@@ -61,7 +61,7 @@ SOURCES = (
         gemm_donor="A100-PCIe-80",
         attention="flash",
         attention_donor="A100-SXM4-80",
-        memory_fraction="A100-PCIe-80",
+        memory_fraction="H100-SXM",
         curve="mleng_a100_nccltests",
     ),
     DeviceSource(

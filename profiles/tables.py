@@ -103,10 +103,15 @@ class AttentionTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTable:
-    """Speeds of memory-bound kernels; rows are (bytes read and written, bytes_per_s)."""
+    """Speeds of memory-bound kernels; rows are (bytes read and written, bytes_per_s).
+
+    `kernel` is empty for elementwise kernels, else the operator, with `_backward` for its backward:
+    reductions reach less of the bandwidth.
+    """
 
     origin: str
     rows: tuple[tuple[int, float], ...]
+    kernel: str = ""
 
     def __post_init__(self) -> None:
         _check_rows("memory_bound", self.rows)
