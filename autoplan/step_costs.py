@@ -12,8 +12,8 @@ from autoplan.settings import Setting, Workload
 __all__ = [
     "INTERFERENCE",
     "DataParallelTimes",
-    "data_parallel_times",
     "copy_bytes",
+    "data_parallel_times",
     "exposed_s",
     "optimizer_bytes",
     "pipeline_step_s",

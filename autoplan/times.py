@@ -20,9 +20,9 @@ __all__ = ["OpTime", "Tally", "Timer", "overlaps_communication"]
 
 _WITH_BIAS = 3  # operands of a linear layer
 _LINEAR = ("aten.linear.default", "aten.addmm.default")
-# Bytes per element of an operand in a narrow product: read twice in bfloat16, for its largest value
-# and for the cast, and written once (dynamic scaling, Micikevicius et al. 2022).
-_CAST_BYTES = 2 + 2 + 1
+# Bytes per element of an operand that is cast for a narrow product: read in bfloat16 and written;
+# its scale comes from the kernel before or the step before (Micikevicius et al. 2022, section 3).
+_CAST_BYTES = 2 + 1
 _DOUBLE_COST = 2.0  # float64 on units measured in float32: two words for one
 
 

@@ -2,7 +2,7 @@
 
 Three families of kernels are told apart, because they keep different tensors and read memory a
 different number of times: `megatron` (fused softmax, bias-dropout-add, SwiGLU, rotary embedding),
-`torch` (what eager torch runs) and `foundry` (torch with a fused loss, and attention on rows without
+`torch` (what eager torch runs) and `foundry` (torch with a fused loss; attention on rows without
 padding, which llm-foundry takes out and puts back in `flash_attn_fn`).
 """
 

@@ -170,6 +170,7 @@ def _check_priced(row: Mapping[str, str]) -> None:
         r"tp-comm-overlap": "overlap of tensor-parallel communication is not priced",
         r"\bbert|\bt5\b|llava|clip": "only decoders are built from a row",
         r"8-bit|bitsandbytes|paged": "8-bit optimizers are not priced",
+        r"rowwise": "float8 scaled by rows has no measured speed",
         r"mamba|hybrid-": "only attention blocks are built from a row",
     }
     optimizer = (row.get("optimizer") or "").lower()

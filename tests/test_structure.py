@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "units", "compat"),
     ("codec",),
     ("profiles", "search"),
+    ("nodes",),
     ("cluster", "graph", "batches", "shortening", "launcher", "meter", "plan"),
     ("redistribution", "program", "hf", "interpreter", "processes"),
     ("collectives",),
