@@ -27,7 +27,8 @@ from autoplan.plan import Plan
 if TYPE_CHECKING:
     from autoplan.custom_ops import register_op
     from autoplan.estimating import Estimate, estimate
-    from autoplan.planner import optimize
+    from autoplan.optimizing import optimize
+    from autoplan.plan_timeline import simulate
     from autoplan.tracer import trace
     from autoplan.verifier import verify_plan
 
@@ -47,6 +48,7 @@ __all__ = [
     "estimate",
     "optimize",
     "register_op",
+    "simulate",
     "trace",
     "verify_plan",
 ]
@@ -54,8 +56,9 @@ __all__ = [
 _LAZY = {
     "Estimate": "autoplan.estimating",
     "estimate": "autoplan.estimating",
-    "optimize": "autoplan.planner",
+    "optimize": "autoplan.optimizing",
     "register_op": "autoplan.custom_ops",
+    "simulate": "autoplan.plan_timeline",
     "trace": "autoplan.tracer",
     "verify_plan": "autoplan.verifier",
 }

@@ -10,15 +10,25 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 
 from autoplan.program import Op
 
-__all__ = ["FOREIGN_NOTE", "InAutocast", "around_step", "bare"]
+__all__ = [
+    "FOREIGN_NOTE",
+    "InAutocast",
+    "around_step",
+    "bare",
+    "check_autocast",
+    "dtype_of",
+    "in_autocast",
+    "is_cast",
+]
 
 FOREIGN_NOTE = (
     "autocast inside forward is for another device, and the trace runs on the CPU, where it has no "
@@ -27,11 +37,63 @@ FOREIGN_NOTE = (
 )
 
 
-def around_step(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    """Return the context in which a step under autocast to `dtype` is traced; None is none."""
+def around_step(
+    dtype: torch.dtype | None, device_type: str = "cpu"
+) -> contextlib.AbstractContextManager[Any]:
+    """Return the context of a step under autocast to `dtype` on a device; None is none."""
     if dtype is None:
         return contextlib.nullcontext()
-    return torch.autocast("cpu", dtype=dtype)
+    return torch.autocast(device_type, dtype=dtype)
+
+
+def is_cast(op: Op) -> bool:
+    """Return whether an op of the model is itself a cast, and not one that autocast makes."""
+    name = bare(op).target_name.removeprefix("aten.").partition(".")[0]
+    return name in ("to", "_to_copy", "type_as", "float", "bfloat16", "half", "double")
+
+
+def in_autocast(op: Op, dtype: torch.dtype | None, device_type: str) -> Op:
+    """Return `op` so that it runs under autocast, if there is one and no region decides already."""
+    if dtype is None or not isinstance(op.target, torch._ops.OpOverload):
+        return op
+    return replace(op, target=InAutocast(op.target, device_type, dtype, True))
+
+
+def dtype_of(name: str) -> torch.dtype | None:
+    """Return the dtype that a plan calls by name; `none` is None."""
+    return None if name == "none" else getattr(torch, name)
+
+
+def check_autocast(
+    model: nn.Module, dtype: torch.dtype | None, mixed_precision: str
+) -> Literal["none", "bfloat16"]:
+    """Return the name of the dtype that a plan may have autocast to.
+
+    Raises:
+        ValueError: the combination cannot be right; says why and what to do.
+    """
+    if dtype is None:
+        return "none"
+    if dtype is torch.float16:
+        raise ValueError(
+            "autocast=torch.float16 loses small gradients without a GradScaler, and a plan's step "
+            "has none: use torch.bfloat16"
+        )
+    if dtype is not torch.bfloat16:
+        raise ValueError(f"autocast={dtype}; a plan takes None or torch.bfloat16")
+    if mixed_precision == "bfloat16":
+        raise ValueError(
+            "autocast and mixed_precision='bfloat16' both decide what dtype ops run in: leave out "
+            "one (mixed_precision casts parameters once a step and all ops follow, autocast casts "
+            "the operands of products)"
+        )
+    wide = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}
+    if wide:
+        raise ValueError(
+            "autocast is planned over float32 parameters, which it casts for products; this model "
+            f"has {', '.join(sorted(map(str, wide)))}: keep it in float32, or leave autocast out"
+        )
+    return "bfloat16"
 
 
 class InAutocast:

@@ -18,16 +18,19 @@ __all__ = [
     "RESULT",
     "Analysis",
     "Atom",
+    "Cut",
     "Dim",
     "GemmDim",
     "Link",
     "Rule",
     "Side",
     "cut",
+    "cuts_of",
     "equate",
     "fresh",
     "leaves",
     "pieces",
+    "singles",
 ]
 
 GemmDim = Literal["", "m", "n", "k", "batch"]
@@ -36,7 +39,10 @@ RESULT = -1
 
 @dataclass(eq=False, slots=True)
 class Atom:
-    """A logical axis; it may turn out to equal another, or to be a product of two others."""
+    """A logical axis; it may turn out to equal another, or to be a product of two others.
+
+    One of size 1 is told apart from others but never sliced, and is no leaf.
+    """
 
     size: int
     same: Atom | None = None
@@ -58,13 +64,18 @@ def leaves(dim: Iterable[Atom]) -> list[Atom]:
     found: list[Atom] = []
     for atom in dim:
         root = atom.root()
-        found += leaves(root.factors) if root.factors else [root]
+        found += leaves(root.factors) if root.factors else [root] * (root.size > 1)
     return found
 
 
+def singles(dim: Iterable[Atom]) -> list[Atom]:
+    """Return the atoms of size 1 of a dimension, which `leaves` leaves out."""
+    return [root for atom in dim if (root := atom.root()).size == 1]
+
+
 def fresh(size: int) -> Dim:
-    """Return a dimension of one new atom; of none where the size is 1."""
-    return [] if size == 1 else [Atom(size)]
+    """Return a dimension of one new atom."""
+    return [Atom(size)]
 
 
 def cut(dim: Dim, at: int) -> bool:
@@ -133,6 +144,7 @@ class Rule:
         added_once: operand that must be added on one rank only when a contraction is sliced.
         reduces_itself: whether a sliced contraction ends replicated (the op communicates inside).
         in_one_piece: whether a contraction may only be sliced in one piece per rank.
+        query_heads: of attention with fewer key-value heads: number of query heads and their dim.
     """
 
     operands: tuple[str, ...]
@@ -142,6 +154,7 @@ class Rule:
     added_once: int | None = None
     reduces_itself: bool = False
     in_one_piece: bool = False
+    query_heads: tuple[int, int] | None = None
 
 
 @dataclass(slots=True)
@@ -152,6 +165,8 @@ class Analysis:
         dims: per tensor value.
         tuples: per tuple value, the dimensions of its components.
         rules: per op.
+        alike: pairs of dimensions; the second means what the first does, at whatever extent.
+        possible: axes of size 1 that may be hidden where they stand, or in a neighbour.
         heads: dimensions that hold attention heads.
         vocabulary: dimensions that hold a vocabulary.
     """
@@ -159,6 +174,8 @@ class Analysis:
     dims: dict[str, list[Dim]] = field(default_factory=dict)
     tuples: dict[str, list[list[Dim]]] = field(default_factory=dict)
     rules: dict[str, Rule] = field(default_factory=dict)
+    alike: list[tuple[Dim, Dim]] = field(default_factory=list)
+    possible: set[Atom] = field(default_factory=set)
     heads: list[Dim] = field(default_factory=list)
     vocabulary: list[Dim] = field(default_factory=list)
 
@@ -185,3 +202,58 @@ def pieces(
                 yield atom, dim, outer
             seen *= atom.size
             outer *= atom.size
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """An atom of a link, and where it lies: operand -> (dim, outer).
+
+    `inner` are the atoms of the link that follow it in the same dimension of every operand: a slice
+    of the atom may go on into them.
+    """
+
+    atom: Atom
+    places: Mapping[int, tuple[int, int]]
+    link: Link
+    inner: tuple[Atom, ...]
+
+    def extent(self, names: Mapping[Atom, str]) -> int:
+        """Return what the degree must divide: the atom with the offered atoms inside it."""
+        size = self.atom.size
+        for atom in self.inner:
+            if atom not in names:
+                break
+            size *= atom.size
+        return size
+
+
+def cuts_of(name: str, rule: Rule, found: Analysis) -> list[Cut]:
+    """Return what an op can be sliced along, in the order of its links."""
+    dims = {i: found.result(operand) for i, operand in enumerate(rule.operands)}
+    dims[RESULT] = found.result(name)
+    cuts: list[Cut] = []
+    for link in rule.links:
+        by_side = [list(pieces(side, link.size, dims)) for side in link.sides]
+        if len({len(parts) for parts in by_side}) > 1:
+            continue
+        for position, (atom, _, _) in enumerate(by_side[0]):
+            places = {
+                side.operand: (part[position][1], part[position][2])
+                for side, part in zip(link.sides, by_side, strict=True)
+            }
+            if len(places) == len(link.sides):
+                inner = _atoms_inside(by_side, position)
+                cuts.append(Cut(atom.root(), places, link, inner))
+    return cuts
+
+
+def _atoms_inside(
+    by_side: Sequence[Sequence[tuple[Atom, int, int]]], position: int
+) -> tuple[Atom, ...]:
+    """Return the atoms that follow one in the same dimension on every side of a link."""
+    found = []
+    for later in range(position + 1, len(by_side[0])):
+        if any(part[later][1] != part[position][1] for part in by_side):
+            break
+        found.append(by_side[0][later][0].root())
+    return tuple(found)

@@ -21,6 +21,7 @@ import torch
 
 from autoplan.autocast import InAutocast
 from autoplan.errors import TraceError
+from autoplan.kernels import storage_key, tensors_in
 from autoplan.program import Op
 
 __all__ = ["Backend", "replacement", "with_true_statistics", "workspace_bytes"]
@@ -42,19 +43,37 @@ def replacement(target: Callable[..., Any], backend: Backend) -> Callable[..., A
 def with_true_statistics(
     op: Op, values: Mapping[str, Any], kept: dict[int, int], backend: Backend
 ) -> dict[int, int]:
-    """Return the kept bytes of an op with the statistics of a batch norm in float32.
+    """Return the kept bytes of an op with the statistics of a norm in float32 where they are.
 
-    Fake tensors have them in the dtype of the input. Kernels have them in float32 on CUDA, and on
-    the CPU where the weight is float32.
+    Fake tensors have them in the dtype of the input. Kernels have them in float32 where the norm of
+    a 16-bit input has weights or running statistics in float32, and on CUDA those of batch and
+    layer norms always.
+    Source: `layer_norm.cpp`, `group_norm.cpp`, `Normalization.cpp` of ATen (`is_mixed_type`).
     """
-    if not op.target_name.startswith("aten.batch_norm."):
+    name = op.target_name.removeprefix("aten.").partition(".")[0].removeprefix("native_")
+    if name not in _STATISTICS:
         return kept
-    image, weight = values[op.args[0].name], values[op.args[1].name] if op.args[1] else None
-    is_wide = backend == "cuda" or (weight is not None and weight.dtype is torch.float32)
+    tensors = [values[arg] for arg in op.inputs()]
+    image, others = tensors[0], tensors[1:]
+    is_mixed = any(t.dtype is torch.float32 for t in others if isinstance(t, torch.Tensor))
+    is_wide = is_mixed or (backend == "cuda" and name != "group_norm")
     if image.itemsize != 2 or not is_wide:
         return kept
-    narrow = 2 * image.shape[1]
-    return {key: 2 * narrow if nbytes == narrow else nbytes for key, nbytes in kept.items()}
+    narrow = 2 * _STATISTICS[name](image, op)
+    owned = {storage_key(tensor) for value in values.values() for tensor in tensors_in(value)}
+    return {
+        key: 2 * narrow if nbytes == narrow and key not in owned else nbytes
+        for key, nbytes in kept.items()
+    }
+
+
+_STATISTICS: Mapping[str, Callable[[torch.Tensor, Op], int]] = {
+    "batch_norm": lambda image, _: image.shape[1],
+    "instance_norm": lambda image, _: image.shape[0] * image.shape[1],
+    "layer_norm": lambda image, op: image.shape[: image.dim() - len(op.args[1])].numel(),
+    "group_norm": lambda image, op: image.shape[0] * int(op.args[1]),
+}
+"""Numbers of means that a norm of an image keeps."""
 
 
 def workspace_bytes(kernels: list[str], inputs: list[torch.Tensor]) -> int:

@@ -16,7 +16,16 @@ from torch.utils import _pytree as pytree
 
 from autoplan.errors import TraceError
 
-__all__ = ["LossFn", "LossModule", "batch_rows", "microbatch_like", "reduce_loss", "split_batch"]
+__all__ = [
+    "BatchDims",
+    "LossFn",
+    "LossModule",
+    "batch_dims",
+    "batch_rows",
+    "microbatch_like",
+    "reduce_loss",
+    "split_batch",
+]
 
 LossFn = Callable[..., torch.Tensor]
 
@@ -97,23 +106,137 @@ def _num_positional(function: Callable[..., Any]) -> int:
     return sum(p.kind in kinds and p.default is p.empty for p in parameters)
 
 
-def batch_rows(batch: Any) -> int:
-    """Return the size of the batch dimension: dimension 0 of the first tensor with one."""
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-            return leaf.shape[0]
-    raise TraceError("the batch holds no tensor with a batch dimension")
+class BatchDims(tuple[int | None, ...]):
+    """Per tensor leaf of a batch, in pytree order: its batch dimension, or None without one.
+
+    Where a `batch_dim` is taken, it stands for itself.
+    """
+
+    __slots__ = ()
 
 
-def microbatch_like(batch: Any, rows: int) -> Any:
+def batch_dims(batch: Any, batch_dim: Any = 0) -> BatchDims:
+    """Return the batch dimension of every tensor of a batch.
+
+    Args:
+        batch: example input.
+        batch_dim: an int tells it for every tensor of the size of the first one there; others have
+            no batch. A mapping, tuple or list of the form of `batch` tells it for each part: an
+            int, or None for no batch. Keys of a mapping that are left out are 0, by the same rule.
+
+    Raises:
+        ValueError: `batch_dim` does not fit `batch`, or what it tells has unequal sizes.
+        TraceError: no tensor has a batch dimension.
+    """
+    leaves = [
+        (path, leaf)
+        for path, leaf in pytree.tree_flatten_with_path(batch)[0]
+        if isinstance(leaf, torch.Tensor)
+    ]
+    if isinstance(batch_dim, BatchDims):
+        return _checked(batch_dim, leaves)
+    _check_form(batch_dim, batch, "")
+    told = [_told(batch_dim, path) for path, _ in leaves]
+    found = [_placed(*item, path, leaf) for item, (path, leaf) in zip(told, leaves, strict=True)]
+    in_order = sorted(range(len(leaves)), key=lambda i: not told[i][1])
+    rows = next((leaves[i][1].shape[d] for i in in_order if (d := found[i]) is not None), None)
+    if rows is None:
+        raise TraceError("the batch holds no tensor with a batch dimension")
+    dims: list[int | None] = []
+    for dim, (_, is_own), (path, leaf) in zip(found, told, leaves, strict=True):
+        if dim is not None and leaf.shape[dim] != rows and is_own:
+            raise ValueError(
+                f"{pytree.keystr(path) or 'the batch'} of shape {tuple(leaf.shape)} has "
+                f"{leaf.shape[dim]} rows in its batch dimension {dim}, another input has {rows}: "
+                "correct batch_dim, or tell None for an input without a batch"
+            )
+        dims.append(dim if dim is not None and leaf.shape[dim] == rows else None)
+    return BatchDims(dims)
+
+
+def _checked(dims: BatchDims, leaves: Sequence[tuple[Any, torch.Tensor]]) -> BatchDims:
+    if len(dims) != len(leaves):
+        raise ValueError(
+            f"the batch has {len(leaves)} tensors, batch dimensions are known for {len(dims)}"
+        )
+    for dim, (path, leaf) in zip(dims, leaves, strict=True):
+        if dim is not None:
+            _placed(dim, True, path, leaf)
+    return dims
+
+
+def _check_form(told: Any, batch: Any, where: str) -> None:
+    """Check that `told` is an int, None, or has the form of `batch`."""
+    if told is None or (isinstance(told, int) and not isinstance(told, bool)):
+        return
+    name = f"batch_dim{where}"
+    if isinstance(told, Mapping):
+        keys = list(batch) if isinstance(batch, Mapping) else []
+        for key, value in told.items():
+            if key not in keys:
+                has = ", ".join(map(repr, keys)) or "no keys"
+                raise ValueError(f"{name} tells {key!r}, which the batch lacks; it has {has}")
+            _check_form(value, batch[key], f"{where}[{key!r}]")
+    elif isinstance(told, (tuple, list)):
+        count = len(batch) if type(batch) in (tuple, list) else 0
+        if count != len(told):
+            raise ValueError(
+                f"{name} tells {len(told)} parts, the batch has {count or 'no parts'} there: give "
+                "one int or None for each, or one int for all"
+            )
+        for index, value in enumerate(told):
+            _check_form(value, batch[index], f"{where}[{index}]")
+    else:
+        raise ValueError(
+            f"{name} is {told!r}: it must be an int, None for no batch, or a mapping or tuple of "
+            "those of the form of the batch"
+        )
+
+
+def _told(batch_dim: Any, path: Sequence[Any]) -> tuple[int | None, bool]:
+    """Return the dimension told for a leaf, and whether it is told for it alone."""
+    told, is_own = batch_dim, False
+    for entry in path:
+        if isinstance(told, Mapping):
+            is_own = entry.key in told
+            told = told.get(entry.key, 0)
+        elif isinstance(told, (tuple, list)):
+            told, is_own = told[entry.idx], True
+    return told, is_own
+
+
+def _placed(dim: int | None, is_own: bool, path: Any, leaf: torch.Tensor) -> int | None:
+    """Return a dimension counted from the front; None where the leaf has none by default."""
+    if dim is None or (leaf.dim() == 0 and not is_own):
+        return None
+    if not -leaf.dim() <= dim < leaf.dim():
+        raise ValueError(
+            f"{pytree.keystr(path) or 'the batch'} of shape {tuple(leaf.shape)} has no dimension "
+            f"{dim}: tell the batch dimension of each input, as in batch_dim={{'x': 1, 'y': 0}} or "
+            "batch_dim=(1, 0), and None for an input without a batch"
+        )
+    return dim % leaf.dim()
+
+
+def batch_rows(batch: Any, batch_dim: Any = 0) -> int:
+    """Return the size of the batch dimension; see `batch_dims` for arguments and errors."""
+    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    dims = batch_dims(batch, batch_dim)
+    sizes = (x.shape[dim] for x, dim in zip(leaves, dims, strict=True) if dim is not None)
+    return int(next(sizes))
+
+
+def microbatch_like(batch: Any, rows: int, batch_dim: Any = 0) -> Any:
     """Return meta tensors like `batch` with `rows` in the batch dimension; each one distinct."""
-    full = batch_rows(batch)
+    dims = iter(batch_dims(batch, batch_dim))
 
     def resize(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        has_rows = leaf.dim() > 0 and leaf.shape[0] == full
-        shape = (rows, *leaf.shape[1:]) if has_rows else tuple(leaf.shape)
+        shape = list(leaf.shape)
+        dim = next(dims)
+        if dim is not None:
+            shape[dim] = rows
         return torch.empty(shape, dtype=leaf.dtype, device="meta")
 
     return pytree.tree_map(resize, batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -9,9 +10,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autoplan import compat
+from autoplan.autocast import around_step
 from autoplan.executor import compile_graph
 from autoplan.program import BlockGraph
 from autoplan.recompute import KeepPlan, Nowhere, keep_plan, run_region
+from autoplan.segments import written_values
 from autoplan.stages import find_state
 
 __all__ = ["BoundCall", "install"]
@@ -35,36 +39,96 @@ class BoundCall:
         keep: Sequence[str],
         localise: Sequence[Localise | None],
         device: torch.device,
+        autocast: torch.dtype | None = None,
     ) -> None:
         self._holders = [find_state(root, fqn) for fqn in fqns]
         self._localise = list(localise)
         self._mode = mode
+        self._autocast = functools.partial(around_step, autocast, device.type)
+        written = written_values(graph.ops) if mode != "none" else set()
+        self._cloned = [i for i, name in enumerate(graph.inputs) if name in written]
+        self._changed = [i for i, state in enumerate(graph.states) if state.name in written]
         self._keep: KeepPlan | None = None
         if mode == "selective":
-            self._keep = keep_plan(graph.ops, keep)
+            self._keep = keep_plan(graph.ops, keep, is_autocast=autocast is not None)
         compiled = compile_graph(graph, device, is_marked=self._keep is not None)
         self._function = compiled.function
         self.source = compiled.source
 
     def __call__(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        # Each call has a context of its own, so that its casts of weights do not outlive it in the
+        # cache of autocast; checkpointing enters the same context for the second run.
+        with self._autocast():
+            return self._call(*inputs)
+
+    def _call(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
         if self._mode == "none" or not torch.is_grad_enabled():
             return self._run(*([Nowhere()] if self._keep is not None else []), *inputs)
-        return run_region(self._run, self._keep, *inputs)
+        if not self._cloned and not self._changed:
+            return run_region(self._run, self._keep, *inputs)
+        return run_region(self._repeatable(), self._keep, *inputs)
 
     def _run(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
         result: tuple[torch.Tensor, ...] = self._function(self._states(), *inputs)
         return result
 
+    def _repeatable(self) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """Return one forward of a region that writes to its inputs or buffers.
+
+        It may run again: inputs are written as copies; the first run writes to the buffers, later
+        runs write to copies of what they held before.
+        """
+        states = self._states()
+        before = {i: states[i].clone() for i in self._changed}
+        is_first = True
+        first_input = 1 if self._keep is not None else 0
+
+        def run(*inputs: Any) -> tuple[torch.Tensor, ...]:
+            nonlocal is_first
+            entering = list(inputs)
+            for index in self._cloned:
+                entering[first_input + index] = entering[first_input + index].clone()
+            states = list(self._states())
+            if not is_first:
+                for index, value in before.items():
+                    states[index] = value.clone()
+            is_first = False
+            result: tuple[torch.Tensor, ...] = self._function(tuple(states), *entering)
+            return result
+
+        return run
+
     def _states(self) -> tuple[torch.Tensor, ...]:
         states = []
         for (holder, key), localise in zip(self._holders, self._localise, strict=True):
             state = holder[key]
+            is_distributed = isinstance(state, DTensor)
             if localise is not None:
                 state = localise(state)
-            elif isinstance(state, DTensor):
+            elif is_distributed:
                 state = state.to_local()
+            if is_distributed and state.requires_grad:
+                state = _OwnGradient.apply(state)  # type: ignore[no-untyped-call]
             states.append(state)
         return tuple(states)
+
+
+class _OwnGradient(torch.autograd.Function):
+    """Give a local parameter a gradient whose memory nothing else has.
+
+    Autograd adds to the first gradient that it gets in place, unless other things hold it. It does
+    not see what holds the local tensor in a DTensor: the gradients of two parameters, or of a
+    parameter and an activation, would be one memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor) -> torch.Tensor:
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (gradient,) = gradients
+        return gradient.clone() if compat.has_other_readers(gradient) else gradient
 
 
 class _BlockForward:

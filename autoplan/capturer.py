@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,15 @@ from torch.utils import _pytree as pytree
 
 from autoplan import hf
 from autoplan.autocast import around_step
-from autoplan.batches import LossFn, LossModule, batch_rows, microbatch_like, split_batch
+from autoplan.batches import (
+    BatchDims,
+    LossFn,
+    LossModule,
+    batch_dims,
+    batch_rows,
+    microbatch_like,
+    split_batch,
+)
 from autoplan.errors import TraceError
 from autoplan.exporter import ExportError, export
 from autoplan.opaque import OpaqueCalls, empty_copy, empty_like
@@ -40,6 +48,7 @@ def capture(
     loss_fn: LossFn | None = None,
     *,
     microbatch_size: int | None = None,
+    batch_dim: Any = 0,
     full_depth: bool = False,
     allow_opaque: bool = True,
     autocast: torch.dtype | None = None,
@@ -50,20 +59,24 @@ def capture(
         model: any module, on any device, `meta` too; it is left as it is.
         batch: example input. A mapping is passed by keyword (keys that `forward` does not take are
             left to `loss_fn`), a tuple by position (its last element is the target if `loss_fn`
-            takes two arguments), anything else as the only argument. Dimension 0 of every tensor
-            whose first size equals that of the first tensor is the batch dimension.
+            takes two arguments), anything else as the only argument.
         loss_fn: `loss_fn(output)` or `loss_fn(output, target)`; for a mapping the target is the
             whole mapping. None: the output is the loss, or has it as `.loss`.
         microbatch_size: rows to capture; None takes the batch as it is.
+        batch_dim: where the batch lies in each tensor: an int for all tensors that have the size of
+            the first one there (others have no batch), or a mapping, tuple or list of the form of
+            `batch` with an int or None (no batch) for each; see `autoplan.batches.batch_dims`.
         allow_opaque: keep a module that cannot be exported as one op instead of raising.
         autocast: the training step runs under `torch.autocast` to this dtype; None if it does not.
         full_depth: export every block instead of two of each run of equal blocks.
 
     Raises:
         TraceError: the model could not be exported, or has no scalar loss; names module and line.
+        ValueError: `batch_dim` does not fit the batch.
     """
-    rows = microbatch_size if microbatch_size is not None else batch_rows(batch)
-    task = _Task(model, microbatch_like(batch, rows), loss_fn, rows, autocast)
+    dims = batch_dims(batch, batch_dim)
+    rows = microbatch_size if microbatch_size is not None else batch_rows(batch, dims)
+    task = _Task(model, microbatch_like(batch, rows, dims), loss_fn, rows, dims, autocast)
     if not full_depth:
         with contextlib.suppress(TraceError, NotAChain):
             return _capture_once(task, {}, is_short=True)
@@ -85,6 +98,7 @@ class _Task:
     example: Any
     loss_fn: LossFn | None
     rows: int
+    batch_dims: BatchDims
     autocast: torch.dtype | None
 
 
@@ -153,7 +167,8 @@ def _capture_once(task: _Task, reasons: Mapping[str, str], *, is_short: bool) ->
     keys = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(example)[0]]
     with hf.exact_masks(copied, example), around_step(task.autocast):
         flat = export(wrapper, tensors, [keys[i] for i in tensor_at], "model", opaque)
-    return build_program(flat, copied, shortening, task.rows, notes, task.autocast)
+    program = build_program(flat, copied, shortening, task.rows, notes, task.autocast)
+    return replace(program, batch_dims=task.batch_dims)
 
 
 def _opaque_notes(reasons: Mapping[str, str]) -> tuple[str, ...]:

@@ -96,7 +96,8 @@ class Cluster:
 
                 Keys of the file: `num_nodes` (default 1), and `node` (a preset) or `gpus_per_node`
                 and `device` (PROFILE), and optionally `device_memory` and `reserve` (bytes, or text
-                such as `40GiB`), `intra` and `inter` (each `latency_s`, `bytes_per_s` and optionally `setup_s`).
+                such as `40GiB`), `intra` and `inter` (each `latency_s`, `bytes_per_s` and
+                optionally `setup_s`).
 
         Raises:
             ValueError: if the text or a key of the file is wrong; says what is allowed.

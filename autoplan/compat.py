@@ -1,10 +1,13 @@
 """Every private torch interface that the emitter uses, each probed when it is imported.
 
-Tried on torch 2.13; a version without one of these names fails here, at import, by name.
+Tried on torch 2.13; a version without one of these names fails here, at import, by name. What only
+the capture uses is left as it is where it is missing.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -15,10 +18,19 @@ from torch.distributed import distributed_c10d
 from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import placement_types
+from torch.nn.modules import transformer
 
 from autoplan.errors import EmitError
 
-__all__ = ["RingStage", "is_strided", "replicate", "set_timeout", "strided_dim"]
+__all__ = [
+    "RingStage",
+    "causality_as_told",
+    "has_other_readers",
+    "is_strided",
+    "replicate",
+    "set_timeout",
+    "strided_dim",
+]
 
 
 def _probe(owner: Any, name: str) -> Any:
@@ -35,6 +47,28 @@ _strided_shard = _probe(placement_types, "_StridedShard")
 _replicate = _probe(replicate_with_fsdp, "replicate")
 _setup_forward_recv_info = _probe(PipelineStage, "_setup_forward_recv_info")
 _setup_backward_recv_info = _probe(PipelineStage, "_setup_backward_recv_info")
+
+
+@contextlib.contextmanager
+def causality_as_told() -> Iterator[None]:
+    """Let `nn.Transformer` take a mask as it is instead of reading whether it is causal.
+
+    That is a hint with which the same result may come from a faster kernel; without `is_causal=`
+    it is found by comparing the values of the mask, which an export does not have.
+    """
+    name = "_detect_is_causal_mask"
+    stock: Any = getattr(transformer, name, None)
+
+    def told(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    if stock is not None:
+        setattr(transformer, name, told)
+    try:
+        yield
+    finally:
+        if stock is not None:
+            setattr(transformer, name, stock)
 
 
 def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
@@ -56,6 +90,17 @@ def is_strided(placement: Any) -> bool:
 def replicate(module: nn.Module, **options: Any) -> None:
     """Keep whole parameters on every rank of a mesh, computing in the policy's dtype."""
     _replicate(module, **options)
+
+
+def has_other_readers(tensor: torch.Tensor) -> bool:
+    """Return whether something beside the caller may read or write the memory of `tensor`.
+
+    As torch's own accumulation of gradients decides it; a version that cannot tell says True.
+    """
+    count = getattr(tensor, "_use_count", None)
+    if count is None or tensor.nbytes < tensor.untyped_storage().nbytes():
+        return True
+    return bool(count() > 1)
 
 
 class RingStage(PipelineStage):

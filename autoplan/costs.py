@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoplan.cluster import Cluster
-from autoplan.frontiers import Decision, block_decisions, plain_decision
+from autoplan.frontiers import Decision, Frontiers
 from autoplan.fusion import fused_kernels
 from autoplan.graph import Trace
 from autoplan.inner_recompute import folded
 from autoplan.liveness import BlockMemory, block_memory, redone_ops
-from autoplan.local import LocalBlock, localize
+from autoplan.local import LocalBlock, LocalOp, localize
 from autoplan.memory import (
     GroupBytes,
     StageBlock,
@@ -55,6 +55,8 @@ class _BlockBase:
     comm_backward_s: float
     summed_s: float
     redo_s: float
+    redo_comm_s: float
+    weight_backward_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +94,17 @@ class PlanPrice:
 
 @dataclass(slots=True)
 class Pricer:
-    """Prices blocks, stages and plans of one trace on one cluster."""
+    """Prices blocks, stages and plans of one trace on one cluster.
+
+    Attributes:
+        trace: of one micro-batch size.
+        cluster: the devices.
+        workload: optimizer and precision.
+        recompute: pins the mode of every block.
+        reference: whose frontiers are priced here, at this micro-batch size.
+        tally: counts look-ups.
+        frontiers: solves the problems of block classes.
+    """
 
     trace: Trace
     cluster: Cluster
@@ -100,9 +112,11 @@ class Pricer:
     recompute: str | None = None
     reference: Pricer | None = None
     tally: Tally = field(default_factory=Tally)
+    frontiers: Frontiers = field(default_factory=Frontiers)
     _plain: dict[tuple[int, int, bool], Decision] = field(default_factory=dict)
     _decisions: dict[tuple[int, int], tuple[Decision, ...]] = field(default_factory=dict)
     _bases: dict[tuple[int, int, object], _BlockBase] = field(default_factory=dict)
+    _fastest_s: dict[tuple[int, int], float] = field(default_factory=dict)
     _timers: dict[tuple[int, bool], Timer] = field(default_factory=dict)
     _shared: dict[int, frozenset[str]] | None = None
     _options: dict[tuple[object, ...], BlockOption] = field(default_factory=dict)
@@ -118,7 +132,7 @@ class Pricer:
             return self.reference.decisions(block, tp)
         key = (block, tp)
         if key not in self._decisions:
-            found = block_decisions(
+            found = self.frontiers.decisions(
                 self.trace.blocks[block],
                 self.timer(tp),
                 whole=self.whole_states(block),
@@ -137,10 +151,19 @@ class Pricer:
             return self.reference.plain_decision(block, tp, lean=lean)
         key = (block, tp, lean)
         if key not in self._plain:
-            self._plain[key] = plain_decision(
+            self._plain[key] = self.frontiers.plain(
                 self.trace.blocks[block], self.timer(tp), whole=self.whole_states(block), lean=lean
             )
         return self._plain[key]
+
+    def fastest_s(self, block: int, tp: int) -> float:
+        """Return seconds below which no decision of a class is at this micro-batch size."""
+        key = (block, tp)
+        if key not in self._fastest_s:
+            self._fastest_s[key] = self.frontiers.fastest_s(
+                self.trace.blocks[block], self.timer(tp), whole=self.whole_states(block)
+            )
+        return self._fastest_s[key]
 
     def whole_states(self, block: int) -> frozenset[str]:
         """Return the states of a block class that several calls share."""
@@ -195,6 +218,10 @@ class Pricer:
             - sum(t.backward_comm_s for t in summed),
             summed_s=sum(t.backward_comm_s for t in summed),
             redo_s=sum(t.forward_s + t.forward_comm_s for t in redone),
+            redo_comm_s=sum(t.forward_comm_s for t in redone),
+            weight_backward_s=sum(
+                times[op.name].backward_s / 2 for op in local.ops if _has_weight_gradient(op)
+            ),
         )
 
     def _op_times(self, local: LocalBlock, tp: int) -> dict[str, OpTime]:
@@ -303,6 +330,20 @@ class Pricer:
             return 0.0, reduce, gather
         return 0.0, 0.0, gather + reduce
 
+    def zero_seconds(self, group: GroupBytes, setting: Setting) -> tuple[float, float]:
+        """Return seconds of one gather of a group's parameters and one reduction of its gradients.
+
+        Copies around them included. Stage 0 never gathers and all-reduces; the others
+        reduce-scatter.
+        """
+        comm = data_parallel_times(group, setting, self.workload, self.cluster)
+        gather, reduce = copy_bytes(group, setting, self.workload)
+        timer = self.timer(setting.tp)
+        return (
+            comm.gather_s + comm.once_gather_s + timer.memory_s(gather),
+            comm.reduce_s + comm.once_reduce_s + timer.memory_s(reduce),
+        )
+
     def _optimizer_time(self, group: GroupBytes, setting: Setting) -> float:
         traffic = optimizer_bytes(group, setting, self.workload)
         if traffic == 0:
@@ -399,6 +440,15 @@ class Pricer:
             static=-(-(resident + grads) // unit),
             working=-(-working // unit),
         )
+
+    def alike(self, setting: Setting) -> list[tuple[int, int]]:
+        """Return one call of each kind that `option` tells apart, and how many there are."""
+        kinds: dict[tuple[object, ...], list[int]] = {}
+        for call, trace_call in enumerate(self.trace.calls):
+            shared = self._shared_before(call) if setting.pp == 1 else frozenset()
+            is_last = call == len(self.trace.calls) - 1
+            kinds.setdefault((trace_call.block, is_last, shared), []).append(call)
+        return [(calls[0], len(calls)) for calls in kinds.values()]
 
     def _shared_before(self, call: int) -> frozenset[str]:
         """Return the parameters of a call that earlier calls read too."""
@@ -515,8 +565,25 @@ class Pricer:
         )
 
     def batch_bytes(self, setting: Setting) -> int:
-        """Return bytes of this rank's share of the batch for one step."""
-        return sum(v.nbytes for v in self.trace.inputs) * setting.num_microbatches
+        """Return bytes of this rank's share of the batch for one step.
+
+        Micro-batches are slices of it, but copies where the batch is not dimension 0.
+        """
+        dims = self.trace.batch_dims or (0,) * len(self.trace.inputs)
+        pairs = zip(self.trace.inputs, dims, strict=True)
+        nbytes = sum(value.nbytes * (2 if dim else 1) for value, dim in pairs)
+        return nbytes * setting.num_microbatches
+
+
+def _has_weight_gradient(op: LocalOp) -> bool:
+    """Return whether an op's backward is two equal products, one of them for its weights."""
+    traced = op.op
+    return (
+        traced is not None
+        and traced.kind == "gemm"
+        and traced.forward_flops > 0
+        and round(traced.backward_flops / traced.forward_flops) >= 2
+    )
 
 
 def _without_gradients(local: LocalBlock) -> LocalBlock:

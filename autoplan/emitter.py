@@ -15,17 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
-from torch.utils import _pytree as pytree
 
 from autoplan import compat
-from autoplan.batches import batch_rows
+from autoplan.autocast import dtype_of
+from autoplan.batches import BatchDims
 from autoplan.calls import BoundCall, install
 from autoplan.capturer import capture
 from autoplan.errors import EmitError, PlanError
 from autoplan.executor import compile_graph
 from autoplan.layout_check import check_layouts
 from autoplan.matching import explain_mismatch
+from autoplan.microbatches import pipeline_runner
 from autoplan.plan import Plan
 from autoplan.processes import agree, ensure_process_group, seed_ranks
 from autoplan.program import Program
@@ -37,9 +37,12 @@ from autoplan.stages import (
     build_root,
     crossing_metas,
     find_state,
+    side_function,
     slice_program,
     stage_function,
 )
+from autoplan.step_buffers import StepBuffers, changed_states, several_changers
+from autoplan.step_means import StepMeans, find_denominators
 from autoplan.tensor_parallel import lower_calls, whole_calls
 
 __all__ = ["parallelize"]
@@ -79,7 +82,7 @@ def parallelize(
     if plan.mixed_precision != "none":
         _store_in_float32(model)
     mesh = _mesh(plan, place, timeout_s)
-    module = _Emission(plan, program, model, batch, place, mesh, timeout_s).build()
+    module = _Emission(plan, program, model, place, mesh, timeout_s).build()
     seed_ranks(plan.mesh)
     return module
 
@@ -115,7 +118,14 @@ def _recapture(
             f"{on_meta[0]} is on the meta device: give the model its weights before running a plan"
         )
     try:
-        program = capture(model, batch, loss_fn, microbatch_size=plan.microbatch_size)
+        program = capture(
+            model,
+            batch,
+            loss_fn,
+            microbatch_size=plan.microbatch_size,
+            batch_dim=BatchDims(plan.batch_dims) if plan.batch_dims else 0,
+            autocast=dtype_of(plan.autocast),
+        )
     except Exception as error:  # handed to `agree`, which raises it on every rank
         return None, error
     if program.fingerprint != plan.fingerprint:
@@ -145,7 +155,6 @@ class _Emission:
     plan: Plan
     program: Program
     model: nn.Module
-    batch: Any
     device: torch.device
     mesh: DeviceMesh | None
     timeout_s: float
@@ -155,14 +164,18 @@ class _Emission:
         plan, program = self.plan, self.program
         cuts = [[block.call for block in stage.blocks] for stage in plan.stages]
         stages = slice_program(program, cuts)
+        _check_stages(program, stages)
         stage = stages[self._rank("pp")]
         root = build_root(self.model, program, stage, takes_unused=stage.index == 0)
         root.to(self.device)
-        calls = self._bind_calls(stage, root)
-        source = self._set_function(stage, root, calls)
+        group = self.mesh.get_group("dp") if self.mesh is not None else None
+        means = self._means(stage, root, group)
+        calls = self._bind_calls(stage, root, means)
+        buffers = StepBuffers.of(root, changed_states(program, stage), group)
+        source = self._set_function(stage, root, calls, buffers)
         sharder = self._shard(stage, root)
         holder: list[ParallelModule] = []
-        run_step = self._runner(stages, stage, root, holder)
+        run_step = self._runner(len(stages), stage, root, holder)
         module = ParallelModule(
             plan=plan,
             root=root,
@@ -170,6 +183,8 @@ class _Emission:
             sharder=sharder,
             splitter=self._splitter(stage),
             ties=self._ties(stages, stage),
+            buffers=buffers,
+            means=means,
             aliases=program.aliases,
             run_step=run_step,
             sources=self._sources(stages, source),
@@ -185,7 +200,9 @@ class _Emission:
     def _is_mixed(self) -> bool:
         return self.plan.mixed_precision == "bfloat16"
 
-    def _bind_calls(self, stage: StageSlice, root: StageRoot) -> dict[int, BoundCall]:
+    def _bind_calls(
+        self, stage: StageSlice, root: StageRoot, means: StepMeans
+    ) -> dict[int, BoundCall]:
         """Return the stage's calls bound to its modules; block forwards are replaced."""
         plan, program = self.plan, self.program
         if plan.mesh.tp > 1:
@@ -198,24 +215,53 @@ class _Emission:
             call = program.calls[block.call]
             recompute = plan.recompute[block.recompute]
             calls[block.call] = BoundCall(
-                local[block.call].graph,
+                means.bind(block.call, local[block.call].graph),
                 call.states,
                 root,
                 mode=recompute.mode,
                 keep=recompute.keep,
                 localise=local[block.call].localise,
                 device=self.device,
+                autocast=program.autocast,
             )
             if call.fqn:
                 install(root.get_submodule(call.fqn), block.call, calls[block.call])
         return calls
 
-    def _set_function(self, stage: StageSlice, root: StageRoot, calls: dict[int, BoundCall]) -> str:
+    def _means(
+        self, stage: StageSlice, root: StageRoot, group: dist.ProcessGroup | None
+    ) -> StepMeans:
+        """Return the means over the step that losses of this stage are."""
+        program = self.program
+        found = find_denominators(program, stage.calls)
+        compiled = side_function(program, stage, [one.value for one in found], self.device)
+        side = self._side_values(stage, root)
+
+        def read(batch: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            values: Sequence[torch.Tensor] = compiled.function(side(), *batch)
+            return values
+
+        return StepMeans(program, found, read, group)
+
+    def _side_values(
+        self, stage: StageSlice, root: StageRoot
+    ) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """Return what reads the buffers and constants of a stage's side ops."""
+        buffers = [find_state(root, fqn) for fqn in stage.side_states.values()]
+        constants = [self.program.constants[name].to(self.device) for name in stage.constants]
+        return lambda: (*(holder[key] for holder, key in buffers), *constants)
+
+    def _set_function(
+        self,
+        stage: StageSlice,
+        root: StageRoot,
+        calls: dict[int, BoundCall],
+        changed: StepBuffers,
+    ) -> str:
         """Give the root what it runs; returns its text with the text of the graphs it calls."""
         program, count = self.program, self.plan.num_microbatches
         compiled = stage_function(program, stage, self.device)
-        buffers = [find_state(root, fqn) for fqn in stage.side_states.values()]
-        constants = [program.constants[name].to(self.device) for name in stage.constants]
+        side = self._side_values(stage, root)
         modules = {i: root.get_submodule(c.fqn) for i in calls if (c := program.calls[i]).fqn}
         computes_loss = program.loss in stage.outputs
         metas = crossing_metas(program, stage.outputs, self._compute_dtype)
@@ -227,12 +273,14 @@ class _Emission:
         def run(
             activations: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]
         ) -> tuple[torch.Tensor, ...]:
-            side = (*(holder[key] for holder, key in buffers), *constants)
             entered = [_Entry.apply(x) for x in activations]  # type: ignore[no-untyped-call]
-            outputs = compiled.function(call, side, *entered, *batch)
+            changed.enter()
+            outputs = compiled.function(call, side(), *entered, *batch)
+            changed.leave()
             if computes_loss:
                 return (outputs[0].reshape(1) / count,)
-            return tuple(x.to(m.dtype) for x, m in zip(outputs, metas, strict=True))
+            # Only contiguous tensors can be sent.
+            return tuple(x.to(m.dtype).contiguous() for x, m in zip(outputs, metas, strict=True))
 
         root.set_function(run)
         texts = dict.fromkeys(calls[i].source for i in stage.calls)
@@ -256,54 +304,28 @@ class _Emission:
         )
 
     def _runner(
-        self,
-        stages: Sequence[StageSlice],
-        stage: StageSlice,
-        root: StageRoot,
-        holder: list[ParallelModule],
+        self, num_stages: int, stage: StageSlice, root: StageRoot, holder: list[ParallelModule]
     ) -> Callable[[int], list[torch.Tensor]]:
         """Return what runs all micro-batches of a step: a loop, or a pipeline schedule."""
-        plan = self.plan
-        if plan.mesh.pp == 1:
+        if self.plan.mesh.pp == 1:
             return lambda count: holder[0].run_microbatches(count)
         assert self.mesh is not None, "a pipeline has a mesh"
-        is_hidden = plan.zero_stage >= 2 and (plan.mesh.dp > 1 or self._is_mixed)
-        piece = compat.RingStage(
-            _Hidden(root) if is_hidden else root,
-            stage.index,
-            len(stages),
-            self.device,
-            schedule=plan.schedule,
-            input_args=self._examples(stage.inputs),
-            output_args=self._examples(stage.outputs),
+        return pipeline_runner(
+            self.plan,
+            self.program,
+            stage,
+            root,
+            num_stages=num_stages,
+            device=self.device,
             group=self.mesh.get_group("pp"),
-        )
-        kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[plan.schedule]
-        schedule = kind(piece, plan.num_microbatches, loss_fn=_first, scale_grads=False)
-        target = torch.zeros(plan.num_microbatches, 1)
-
-        def run(count: int) -> list[torch.Tensor]:
-            losses: list[torch.Tensor] = []
-            schedule.step(target=target, losses=losses, return_outputs=False)
-            return losses
-
-        return run
-
-    def _examples(self, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
-        if self.program.loss in names:
-            return (torch.empty(1, device="meta", requires_grad=True),)
-        return tuple(
-            torch.empty(m.shape, dtype=m.dtype, device="meta", requires_grad=m.requires_grad)
-            for m in crossing_metas(self.program, names, self._compute_dtype)
+            compute_dtype=self._compute_dtype,
         )
 
     def _splitter(self, stage: StageSlice) -> BatchSplitter:
-        rows = batch_rows(self.batch)
-        leaves = [x for x in pytree.tree_leaves(self.batch) if isinstance(x, torch.Tensor)]
         inputs = self.program.inputs
         return BatchSplitter(
             keys=self.program.input_keys,
-            has_rows=tuple(x.dim() > 0 and x.shape[0] == rows for x in leaves),
+            batch_dims=self.program.batch_dims,
             wanted=tuple(inputs.index(name) for name in stage.batch_inputs),
             rows=self.plan.microbatch_size,
             num_microbatches=self.plan.num_microbatches,
@@ -348,15 +370,19 @@ class _Emission:
         return texts
 
 
-class _Hidden(nn.Module):
-    """Keeps torch's pipeline runtime from seeing an FSDP root and changing when it reshards."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        return self.inner(*inputs)
+def _check_stages(program: Program, stages: Sequence[StageSlice]) -> None:
+    for stage in stages:
+        if len(stages) > 1 and not any(program.calls[i].states for i in stage.calls):
+            names = ", ".join(program.graphs[program.calls[i].graph].name for i in stage.calls)
+            raise PlanError(
+                f"stage {stage.index} ({names}) has no parameter, so no optimizer can be made on "
+                "its ranks: move a border, or lower pp"
+            )
+    for fqn, where in several_changers(program, stages).items():
+        raise PlanError(
+            f"the forward changes {fqn} on stages {where}, whose copies would differ: put the "
+            "blocks that use it on one stage"
+        )
 
 
 class _Entry(torch.autograd.Function):
@@ -369,7 +395,3 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient.contiguous()
-
-
-def _first(outputs: tuple[torch.Tensor, ...], target: torch.Tensor) -> torch.Tensor:
-    return outputs[0]

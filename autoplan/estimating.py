@@ -6,6 +6,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from autoplan.capturer import LossFn
@@ -85,10 +86,12 @@ def estimate(
     cluster: Cluster | str,
     batch: Any = None,
     *,
+    batch_dim: Any = 0,
     global_batch_size: int | None = None,
     optimizer: Any = "AdamW",
     loss_fn: LossFn | None = None,
     mixed_precision: str = "auto",
+    autocast: torch.dtype | None = None,
     name: str | None = None,
     dp: int | None = None,
     tp: int = 1,
@@ -110,8 +113,8 @@ def estimate(
     """Return what a given configuration takes and needs.
 
     Args:
-        model, cluster, batch, global_batch_size, optimizer, loss_fn, mixed_precision, name: as in
-            `autoplan.optimize`.
+        model, cluster, batch, batch_dim, global_batch_size, optimizer, loss_fn, mixed_precision,
+            autocast, name: as in `autoplan.optimize`.
         dp, tp, pp: degrees; dp defaults to what the cluster leaves.
         zero_stage: 0 to 3; without data parallelism nothing is sharded.
         microbatch_size: rows.
@@ -139,10 +142,12 @@ def estimate(
         model,
         cluster,
         batch,
+        batch_dim=batch_dim,
         global_batch_size=global_batch_size,
         optimizer=optimizer,
         loss_fn=loss_fn,
         mixed_precision=mixed_precision,
+        autocast=autocast,
         name=name,
         pins={"microbatch_size": microbatch_size},
     )

@@ -25,6 +25,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 from autoplan.autocast import FOREIGN_NOTE, InAutocast
+from autoplan.compat import causality_as_told
 from autoplan.errors import TraceError
 from autoplan.opaque import OpaqueCall, OpaqueCalls
 from autoplan.program import Op, Ref, TensorMeta
@@ -67,6 +68,7 @@ def export(
         warnings.catch_warnings(record=True) as warned,
         _quiet_logs(),
         _watch_checkpoints(notes),
+        causality_as_told(),
         opaque.watch_functions(),
     ):
         warnings.simplefilter("always")

@@ -15,7 +15,9 @@ from autoplan import codec
 __all__ = [
     "BlockTrace",
     "CallTrace",
+    "DimensionKind",
     "Gemm",
+    "OpDimensions",
     "OpTrace",
     "ParameterTrace",
     "Placement",
@@ -26,6 +28,7 @@ __all__ = [
 ]
 
 OpKind = Literal["gemm", "attention", "memory", "view", "opaque"]
+DimensionKind = Literal["batch", "sequence", "heads", "features", "experts", "spatial", "unknown"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -110,6 +113,25 @@ class SavedTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OpDimensions:
+    """What the dimensions of an op's tensors are, and along which it can be sliced.
+
+    Attributes:
+        inputs: per value that the op reads, in the order of `OpTrace.inputs`, a label per
+            dimension: a `DimensionKind`, or several joined by `*`, outermost first, where axes are
+            merged (`batch*sequence`, `heads*features`).
+        output: of the result; of the first component where it is a tuple.
+        slices: every way to run the op on slices of one axis, with the kind as `axis`: what may be
+            sharded at all, by whichever parallelism. `OpTrace.options` are those that tensor
+            parallelism is offered.
+    """
+
+    inputs: tuple[tuple[str, ...], ...]
+    output: tuple[str, ...]
+    slices: tuple[ShardOption, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpTrace:
     """The numbers of one op of a block graph, for the captured micro-batch size.
 
@@ -131,7 +153,12 @@ class OpTrace:
         backward_bytes: backward.
         accumulated_bytes: of those, what sums of gradients move.
         saved: what autograd keeps for it.
-        mark_bytes: bytes that a keep mark holds: all results of kernels inside that are no views.
+        casts: copies of states that autocast makes for it, in its own dtype and once a block; they
+            live until the block's forward ends, and longer where `saved` names them.
+        cast_bytes: read and written forward by the copies that autocast makes.
+        backward_cast_bytes: and backward.
+        mark_bytes: bytes that a keep mark holds: all results of kernels inside that are no views
+            and no copies of autocast.
         may_mark: whether a keep mark is legal (no view, not random, not mutated later).
         is_random: draws from the random state.
         mutates: writes to one of its inputs.
@@ -139,6 +166,7 @@ class OpTrace:
         forward_temp_bytes: largest transient inside the kernel forward, result excluded.
         backward_temp_bytes: largest transient inside its backward, result gradients excluded.
         options: ways to run it under tensor parallelism; the first is `whole`.
+        dimensions: what its dimensions are; see `OpDimensions`.
     """
 
     name: str
@@ -158,6 +186,9 @@ class OpTrace:
     backward_bytes: int = 0
     accumulated_bytes: int = 0
     saved: tuple[SavedTensor, ...] = ()
+    casts: tuple[SavedTensor, ...] = ()
+    cast_bytes: int = 0
+    backward_cast_bytes: int = 0
     mark_bytes: int = 0
     may_mark: bool = False
     is_random: bool = False
@@ -166,6 +197,7 @@ class OpTrace:
     forward_temp_bytes: int = 0
     backward_temp_bytes: int = 0
     options: tuple[ShardOption, ...] = ()
+    dimensions: OpDimensions = OpDimensions(inputs=(), output=(), slices=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +271,7 @@ class Trace:
         model: class name, for people.
         microbatch_size: size of the batch dimension at capture.
         inputs: batch leaves.
+        batch_dims: per batch leaf its batch dimension, None for a leaf without a batch.
         blocks: block classes.
         calls: the chain, in execution order.
         side: side values that a stage may rebuild, with bytes (name, nbytes).
@@ -257,6 +290,7 @@ class Trace:
     model: str
     microbatch_size: int
     inputs: tuple[ValueTrace, ...]
+    batch_dims: tuple[int | None, ...] = ()
     blocks: tuple[BlockTrace, ...]
     calls: tuple[CallTrace, ...]
     side: tuple[tuple[str, int], ...]

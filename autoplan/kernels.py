@@ -76,17 +76,30 @@ def _recurrent_flops(tokens: torch.Tensor, *weights: torch.Tensor) -> int:
 
 
 def recurrent_workspace_bytes(name: str, args: Any) -> int:
-    """Return what oneDNN's LSTM keeps beside its tensors, within 10 % above what was measured.
+    """Return the bytes that oneDNN's LSTM of one layer keeps in its workspace; 0 for other kernels.
 
-    Gates of every step, and for inputs, results, cells and their gradients a row more than steps;
-    each array starts on a page.
+    Gates and hidden states of every step; states and their gradients of two layers (the one below
+    counts) with a step before the first. Each array starts on a page; those that enter products
+    have padded rows.
+    Source: `set_conf` and `set_offsets` of `cpu/rnn/rnn_utils`, oneDNN 3, for float32.
     """
     if name != "aten::mkldnn_rnn_layer":
         return 0
-    tokens, hidden = args[0], args[10]
+    tokens, hidden = args[0], int(args[10])
     steps, rows, width = tokens.shape
-    elements = 4 * hidden * steps * rows + 12 * (steps + 1) * rows * max(width, hidden)
-    return int(elements) * 4 + 5 * 4096
+    states, wide = 2 * (steps + 1) * rows, _padded(max(width, hidden))
+    per_step = [_padded(4 * hidden), _padded(hidden)]
+    arrays = [steps * rows * row for row in per_step] + [states * hidden] * 2 + [states * wide] * 3
+    return sum(-(-4 * elements // _PAGE_BYTES) * _PAGE_BYTES for elements in arrays)
+
+
+_PAGE_BYTES = 4096
+
+
+def _padded(elements: int) -> int:
+    """Return the float32 elements from row to row: whole cache lines, not in steps of 1 KiB."""
+    aligned = -(-elements // 16) * 16
+    return aligned + 16 if aligned % 256 == 0 else aligned
 
 
 _OWN_FLOPS: dict[str, Callable[..., int]] = {
@@ -151,23 +164,29 @@ def _touched_bytes(tensor: torch.Tensor) -> int:
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sum up the kernels run while the mode is active.
 
+    With `has_casts`, copies in another dtype are those of autocast.
+
     Attributes:
         flops: floating-point operations.
         nbytes: bytes read and written by kernels that are no views.
-        workspace_bytes: what kernels keep for backward in a form that no trace sees.
-        made_bytes: bytes of all new results of kernels, whether they live on or not.
+        workspaces: bytes of what kernels keep for backward in a form that no trace sees.
+        made_bytes: bytes of all new results of kernels, whether they live on or not; copies of
+            operands that autocast makes left out.
+        cast_bytes: bytes read and written by such copies.
         gemms: the matrix products among the kernels.
         num_laws: kernels whose FLOP law is known.
         kernels: names of the kernels that are no views and no allocations.
         is_random: whether one of them draws from the random state.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+    def __init__(self, known: Iterable[torch.Tensor], *, has_casts: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         self.nbytes = 0
         self.made_bytes = 0
-        self.workspace_bytes = 0
+        self.cast_bytes = 0
+        self._has_casts = has_casts
+        self.workspaces: list[int] = []
         self.num_laws = 0
         self.is_random = False
         self.gemms: list[Gemm] = []
@@ -187,11 +206,14 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = tensors_in(result)
         fresh = [out for out in outputs if storage_key(out) not in self._known]
         is_view = not fresh and not func._schema.is_mutable
+        is_cast = self._has_casts and func is torch.ops.aten._to_copy.default
         for tensor in fresh:
-            self._add_storage(tensor)
+            self._add_storage(tensor, is_cast=is_cast)
         if is_view or func._schema.name in _ALLOCATIONS:
             return result
+        before = self.nbytes
         self._count(func, args, kwargs, inputs, outputs, result)
+        self.cast_bytes += (self.nbytes - before) * is_cast
         return result
 
     def _count(
@@ -204,7 +226,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _GATHERS:
             self.nbytes += sum(map(_touched_bytes, outputs))
         self.kernels.append(name)
-        self.workspace_bytes += recurrent_workspace_bytes(name, args)
+        workspace = recurrent_workspace_bytes(name, args)
+        if workspace:
+            self.workspaces.append(workspace)
         self.is_random |= torch.Tag.nondeterministic_seeded in func.tags
         flops = kernel_flops(func, args, kwargs, result)
         if flops:
@@ -214,12 +238,12 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if gemm is not None:
                 self.gemms.append(gemm)
 
-    def _add_storage(self, tensor: torch.Tensor) -> None:
+    def _add_storage(self, tensor: torch.Tensor, *, is_cast: bool) -> None:
         key, nbytes = storage_key(tensor), storage_bytes(tensor)
         if key in self._known:
             return
         self._known.add(key)
-        self.made_bytes += nbytes
+        self.made_bytes += nbytes * (not is_cast)
         serial = self._serial
         self._serial += 1
         self._bytes_by_serial[serial] = nbytes

@@ -9,35 +9,12 @@ are not counted here; gradients are reported by op so that the caller can place 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from autoplan.local import LocalBlock, LocalOp
 from autoplan.plan import Recompute
+from autoplan.stage_costs import BlockMemory
 
 __all__ = ["BlockMemory", "block_memory", "redone_ops"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockMemory:
-    """Bytes of one micro-batch in one block on one rank.
-
-    Attributes:
-        kept: held from forward to backward, activation inputs included, side inputs not.
-        side: names of the side inputs that are held too (one copy a stage).
-        output: bytes of the values that leave.
-        forward_peak: most bytes alive during forward, over what was there before the block; the
-            inputs are not counted, they were there.
-        backward_peak: most bytes alive during backward, this block's kept ones and the gradients of
-            its outputs included, parameter gradients too.
-        parameter_grads: bytes of parameter gradients that the backward makes.
-    """
-
-    kept: int
-    side: tuple[str, ...]
-    output: int
-    forward_peak: int
-    backward_peak: int
-    parameter_grads: int
 
 
 class _Heap:
@@ -83,7 +60,9 @@ def block_memory(
     outputs = {_storage(local, name) for name in local.outputs}
     inputs = dict(local.inputs)
     held_inputs = set(inputs) if region else {n for n in inputs if n in saved}
-    kept = {n: b for n, b in heap.live.items() if n not in outputs or n in kept_owners}
+    casts = {name for op in local.ops for name, _ in op.casts}
+    passing = (outputs | casts) - kept_owners
+    kept = {n: b for n, b in heap.live.items() if n not in passing}
     kept_total = sum(kept.values()) + sum(inputs[n] for n in held_inputs)
     side = tuple(n for n in local.side_inputs if region or n in saved)
     output_bytes = sum(local.value_bytes.get(n, 0) for n in outputs if n not in inputs)
@@ -189,6 +168,8 @@ def _run_forward(
     external |= {state.name for state in local.block.states}
     outputs = {_storage(local, name) for name in local.outputs}
     for index, op in enumerate(ops):
+        for name, nbytes in op.casts:
+            heap.add(name, nbytes)
         if op.name in there and op.op is not None:
             continue
         if op.storage == op.name:
@@ -222,8 +203,10 @@ def _backward(
     for name in dict.fromkeys(local.outputs):
         gradients.receive(name, local.value_bytes.get(_storage(local, name), 0))
     if region:
-        ops = local.ops[: _rerun_end(local)]
-        _run_forward(local, ops, heap, _all_saved(local) | set(kept), {}, internal=True)
+        end = _rerun_end(local)
+        _run_forward(local, local.ops[:end], heap, _all_saved(local) | set(kept), {}, internal=True)
+        for name, nbytes in (cast for op in local.ops[end : end + 1] for cast in op.casts):
+            heap.add(name, nbytes)
         _drop_unneeded(local, heap, set(kept) | set(inputs))
     uses = _saved_uses(local)
     held = set(inputs) | (set(kept) if region else set())

@@ -33,6 +33,7 @@ class LocalOp:
         value_bytes: bytes of the result's elements, storage of its own or not; 0 for a tuple.
         passes_gradient: its backward hands the gradient of its result on without a copy.
         saved: storages that autograd keeps for its backward, by owner.
+        casts: (name, bytes) of the copies of states that autocast makes for it.
         internal_bytes: bytes kept that were made inside.
         forward_temp_bytes: largest transient inside it forward.
         backward_temp_bytes: backward.
@@ -54,6 +55,7 @@ class LocalOp:
     value_bytes: int = 0
     passes_gradient: bool = False
     saved: tuple[str, ...] = ()
+    casts: tuple[tuple[str, int], ...] = ()
     internal_bytes: int = 0
     forward_temp_bytes: int = 0
     backward_temp_bytes: int = 0
@@ -219,6 +221,8 @@ class _Builder:
         else:
             self.storage[op.name] = op.name
             self.value_bytes[op.name] = -(-op.nbytes // out_split)
+        casts = tuple((cast.value, -(-cast.nbytes // split)) for cast in op.casts)
+        self.storage |= {name: name for name, _ in casts}
         saved, internal = self._saved(op, local_of, split)
         again = [n for n in inputs if n in self.slice_of and self.slice_of[n] in saved]
         regathered = sum(self.value_bytes[n] for n in again)
@@ -234,6 +238,7 @@ class _Builder:
                 value_bytes=-(-_view_bytes(op) // out_split) if op.dtype else 0,
                 passes_gradient=self._passes_gradient(op, is_view),
                 saved=saved,
+                casts=casts,
                 internal_bytes=internal,
                 forward_temp_bytes=-(-op.forward_temp_bytes // split) + masked,
                 backward_temp_bytes=regathered

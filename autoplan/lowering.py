@@ -18,12 +18,13 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from autoplan.axis_rules import arguments, op_name
+from autoplan.axis_labels import arguments, op_name
 from autoplan.collectives import Redistribute, local_shape, placement_word
 from autoplan.graph import Placement, ShardOption
 from autoplan.program import BlockGraph, Op, Ref, TensorMeta, map_refs
 from autoplan.segments import is_random
 from autoplan.sharded_ops import (
+    QueryHeadAttention,
     RowAddmm,
     RowLinear,
     ShardedRandom,
@@ -191,7 +192,7 @@ class _Lowering:
 
     def _local_op(self, op: Op, option: ShardOption) -> Op:
         """Return the op with local sizes, and with its sharded form where it needs one."""
-        name = op_name(op)
+        name, random = op_name(op), is_random(op)
         output = Placement.parse(option.output)
         if name in _VIEWS:
             # A redistributed value is contiguous, in other strides than the view was captured for;
@@ -211,7 +212,9 @@ class _Lowering:
         if name in ("split", "split_with_sizes"):
             source = self.metas[op.inputs()[0]]
             return _local_split(op, output, self.degree, len(source.shape) if source else 0)
-        if is_random(op):
+        if option.axis == "query_heads":
+            op = replace(op, target=QueryHeadAttention(op.target, self.rank, self.degree))
+        if random:
             return replace(op, target=ShardedRandom(op.target, self.rank))
         if option.output == "P" and name == "linear" and arguments(op)["bias"] is not None:
             return replace(op, target=RowLinear(self.rank))
@@ -220,7 +223,8 @@ class _Lowering:
         if option.output == "P" and name == "embedding":
             return replace(op, target=VocabularyEmbedding(self.rank))
         if name == "cross_entropy_loss":
-            return replace(op, target=VocabularyCrossEntropy(self.rank, self.group))
+            dtype = op.meta.dtype if op.meta is not None else None
+            return replace(op, target=VocabularyCrossEntropy(self.rank, self.group, dtype))
         return op
 
     def _local_meta(self, meta: TensorMeta | None, placement: Placement) -> TensorMeta | None:

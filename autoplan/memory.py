@@ -13,49 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoplan.engines import AUTOPLAN, Engine
-from autoplan.liveness import BlockMemory
-from autoplan.schedules import actions
+from autoplan.schedules import schedule_actions
 from autoplan.settings import Optimizer, Setting
+from autoplan.stage_costs import GroupBytes, StageBlock
 
-__all__ = ["GroupBytes", "StageBlock", "StageMemory", "stage_memory", "static_bytes"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupBytes:
-    """Parameter bytes of a block on one rank after tensor parallelism, before ZeRO.
-
-    Attributes:
-        stored: of the parameters in the dtype in which they are stored.
-        trained: of those that get a gradient.
-        gathered: in the dtype of the computation, as an unsharded copy holds them.
-        gathered_grads: gradients of the trained ones in the dtype of the computation.
-        largest: the largest stored parameter.
-    """
-
-    stored: int
-    trained: int
-    gathered: int
-    gathered_grads: int
-    largest: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageBlock:
-    """A block in a stage: its activation bytes and its parameters.
-
-    Attributes:
-        memory: with parameter gradients held until the block's backward ends.
-        accumulating: with every parameter gradient added to one that exists and freed at once.
-        group: parameters of the block.
-        is_glue: its parameters belong to the stage's root group.
-        input_bytes: activation inputs of the block.
-    """
-
-    memory: BlockMemory
-    accumulating: BlockMemory
-    group: GroupBytes
-    is_glue: bool
-    input_bytes: int
+__all__ = [
+    "GroupBytes",
+    "MemorySample",
+    "StageBlock",
+    "StageMemory",
+    "memory_samples",
+    "stage_memory",
+    "static_bytes",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +35,21 @@ class StageMemory:
     peak: int
     instant: str
     by_category: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySample:
+    """Bytes of a stage at one place of its step, reserve excluded.
+
+    Attributes:
+        action: index of the action; as many as there are actions: the optimizer step.
+        block: index of the block that runs; None after the action's last.
+        nbytes: most bytes while it runs, or what stays after the action.
+    """
+
+    action: int
+    block: int | None
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +138,35 @@ def stage_memory(
     )
 
 
+def memory_samples(
+    blocks: Sequence[StageBlock],
+    setting: Setting,
+    optimizer: Optimizer,
+    actions: Sequence[str],
+    *,
+    stage: int = 0,
+    is_mixed: bool = False,
+    is_gloo: bool = False,
+    side_bytes: int = 0,
+    input_bytes: int = 0,
+    entering: int = 0,
+    leaving: int = 0,
+) -> tuple[MemorySample, ...]:
+    """Return a stage's bytes along its actions, each `F` or `B`; others as in `stage_memory`.
+
+    The largest of them and the reserve make the peak of `stage_memory` for the schedule's actions.
+    """
+    walk = _Walk(blocks, setting, optimizer, is_mixed, is_gloo, AUTOPLAN)
+    walk.entering, walk.leaving, walk.side = entering, leaving, side_bytes
+    walk.fixed = input_bytes + receive_buffer_bytes(entering, leaving, setting, stage)
+    backwards = [index for index, kind in enumerate(actions) if kind == "B"]
+    walk.run([(kind, index == backwards[-1], 0) for index, kind in enumerate(actions)])
+    return tuple(
+        MemorySample(action=action, block=block, nbytes=nbytes)
+        for (action, block), nbytes in walk.samples.items()
+    )
+
+
 def receive_buffer_bytes(entering: int, leaving: int, setting: Setting, stage: int) -> int:
     """Return the receive buffers of a stage, which stay from the first step on.
 
@@ -175,7 +189,10 @@ def _actions(setting: Setting, stage: int) -> list[tuple[str, bool, int]]:
         m = min(m, _INTERLEAVED_GROUPS * setting.pp)
     elif setting.schedule != "gpipe":
         m = min(m, setting.live()[stage] + 2)
-    return [(a.kind, a.microbatch == m - 1, a.part) for a in actions(setting, stage, m)]
+    parts = setting.virtual_stages
+    schedule = "interleaved" if parts > 1 else setting.schedule
+    listed = schedule_actions(schedule, setting.pp, m, parts)[stage]
+    return [(a.kind, a.microbatch == m - 1, a.stage // setting.pp) for a in listed]
 
 
 _INTERLEAVED_GROUPS = 3  # of pp micro-batches: two warm up at most
@@ -235,6 +252,8 @@ class _Walk:
         self.sharded: dict[int, int] = {}
         self.reduce_input = 0
         self._marks: set[str] = set()
+        self.at: tuple[int, int | None] = (0, 0)
+        self.samples: dict[tuple[int, int | None], int] = {}
         self.peak = -1
         self.peak_name = ""
         self.peak_parts: dict[str, int] = {}
@@ -245,6 +264,7 @@ class _Walk:
         working = sum(self.gathered.values()) + sum(self.buffers.values()) + self.reduce_input
         total = self.activations + gradients + working + transient + self.fixed
         total += self.parameters + self.optimizer
+        self.samples[self.at] = max(self.samples.get(self.at, 0), total)
         if total > self.peak:
             self.peak = total
             self.peak_name = name
@@ -258,11 +278,16 @@ class _Walk:
 
     def run(self, actions: Sequence[tuple[str, bool, int]]) -> None:
         """Walk the actions, the last reductions, and the optimizer step."""
-        for kind, is_last, part in actions:
+        for number, (kind, is_last, part) in enumerate(actions):
+            blocks = self.parts[part]
+            self.at = (number, blocks[0] if kind == "F" else blocks[-1])
             if kind == "F":
                 self._forward(self.parts[part])
             else:
                 self._backward(is_last, self.parts[part])
+            self.at = (number, None)
+            self.note("between micro-batches")
+        self.at = (len(actions), None)
         if self.wrapped and self.zero <= 1 and self.is_pipeline:
             for group in self.order:
                 self._reduce(group, reshards=True)
@@ -280,6 +305,7 @@ class _Walk:
         self.activations += self.side
         for index in part:
             block = self.blocks[index]
+            self.at = (self.at[0], index)
             self._gather_forward(index)
             self.note(f"forward of block {index}", block.input_bytes + block.memory.forward_peak)
             self.activations += block.memory.kept
@@ -320,6 +346,7 @@ class _Walk:
         before = self.gradients.get(self.root, 0)
         for index in reversed(part):
             block = self.blocks[index]
+            self.at = (self.at[0], index)
             if self.wrapped and self.zero == 3 and not block.is_glue:
                 self._gather_backward(index)
                 self._prefetch(index)

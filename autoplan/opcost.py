@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from autoplan.autocast import bare
+from autoplan.autocast import bare, is_cast
 from autoplan.backends import Backend, replacement, workspace_bytes
 from autoplan.custom_ops import custom_op
 from autoplan.graph import Gemm, OpKind
@@ -30,7 +30,8 @@ class OpCost:
     """What one op costs; the fields mean what they mean in `OpTrace`.
 
     Attributes:
-        hidden_bytes: kept for backward inside the kernel, where no trace sees it.
+        cast_bytes, backward_cast_bytes: read and written by the copies that autocast makes.
+        workspaces: bytes kept for backward by kernels in tensors that fake ones show as empty.
         note: why a number is a stated guess, or empty.
     """
 
@@ -44,7 +45,9 @@ class OpCost:
     forward_temp_bytes: int
     backward_temp_bytes: int
     mark_bytes: int
-    hidden_bytes: int = 0
+    cast_bytes: int = 0
+    backward_cast_bytes: int = 0
+    workspaces: tuple[int, ...] = ()
     note: str = ""
 
 
@@ -52,6 +55,7 @@ class OpCost:
 class _Backward:
     flops: int = 0
     nbytes: int = 0
+    cast_bytes: int = 0
     temp_bytes: int = 0
     note: str = ""
 
@@ -59,15 +63,18 @@ class _Backward:
 class OpMeter:
     """Measures ops under an active `FakeTensorMode` and remembers what it measured."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, *, is_autocast: bool = False) -> None:
         self._backend = backend
+        self._is_autocast = is_autocast
         self._known: dict[Any, OpCost] = {}
 
     def measure(self, op: Op, args: Any, kwargs: Mapping[str, Any]) -> OpCost:
         """Return the cost of `op` on fake arguments; they are not written to."""
         key = (op.target_name, _signature((args, dict(kwargs))))
         if key not in self._known:
-            self._known[key] = _measure(op, args, kwargs, self._backend)
+            self._known[key] = _measure(
+                op, args, kwargs, self._backend, has_casts=self._is_autocast and not is_cast(op)
+            )
         return self._known[key]
 
 
@@ -86,14 +93,16 @@ def _signature(value: Any) -> Any:
     return (str(spec), tuple(parts))
 
 
-def _measure(op: Op, args: Any, kwargs: Mapping[str, Any], backend: Backend) -> OpCost:
+def _measure(
+    op: Op, args: Any, kwargs: Mapping[str, Any], backend: Backend, *, has_casts: bool
+) -> OpCost:
     leaves, (own_args, own_kwargs) = _detached((args, dict(kwargs)), mutates_input(op))
     inputs = tensors_in((own_args, own_kwargs))
     function = replacement(op.target, backend)
-    meter = Meter(inputs)
+    meter = Meter(inputs, has_casts=has_casts)
     with meter:
         result = function(*own_args, **own_kwargs)
-    backward = _backward(op, inputs, leaves, tensors_in(result), meter.flops, meter.nbytes)
+    backward = _backward(op, inputs, leaves, tensors_in(result), meter, has_casts=has_casts)
     kind, gemm = _kind(bare(op), meter)
     forward_flops, backward_flops = meter.flops, backward.flops
     told = custom_op(bare(op).target)
@@ -113,7 +122,9 @@ def _measure(op: Op, args: Any, kwargs: Mapping[str, Any], backend: Backend) -> 
         forward_temp_bytes=meter.temp_bytes() + workspace_bytes(meter.kernels, inputs),
         backward_temp_bytes=backward.temp_bytes,
         mark_bytes=meter.made_bytes,
-        hidden_bytes=meter.workspace_bytes if leaves else 0,
+        cast_bytes=meter.cast_bytes,
+        backward_cast_bytes=backward.cast_bytes,
+        workspaces=tuple(meter.workspaces) if leaves else (),
         note=backward.note,
     )
 
@@ -141,14 +152,15 @@ def _backward(
     inputs: list[torch.Tensor],
     leaves: list[torch.Tensor],
     results: list[torch.Tensor],
-    forward_flops: int,
-    forward_bytes: int,
+    forward: Meter,
+    *,
+    has_casts: bool,
 ) -> _Backward:
     roots = [result for result in results if result.requires_grad and result.grad_fn is not None]
     if not leaves or not roots:
         return _Backward()
     seeds = [torch.empty_like(root) for root in roots]
-    meter = Meter([*inputs, *leaves, *results, *seeds])
+    meter = Meter([*inputs, *leaves, *results, *seeds], has_casts=has_casts)
     try:
         with meter:
             gradients = torch.autograd.grad(
@@ -159,11 +171,16 @@ def _backward(
             f"{op.target_name}: its backward does not run on fake tensors ({error}); "
             "priced as twice its forward"
         )
-        return _Backward(flops=2 * forward_flops, nbytes=2 * forward_bytes, note=note)
+        return _Backward(flops=2 * forward.flops, nbytes=2 * forward.nbytes, note=note)
     temp_bytes = meter.temp_bytes()
     del gradients
     temp_bytes += workspace_bytes(meter.kernels, inputs)
-    return _Backward(flops=meter.flops, nbytes=meter.nbytes, temp_bytes=temp_bytes)
+    return _Backward(
+        flops=meter.flops,
+        nbytes=meter.nbytes,
+        cast_bytes=meter.cast_bytes,
+        temp_bytes=temp_bytes,
+    )
 
 
 _HEAVY_PREFIXES = ("aten::linalg_", "aten::fft_", "aten::_fft", "aten::cholesky", "aten::cdist")

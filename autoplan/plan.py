@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from autoplan import codec
 from autoplan.errors import PlanError
+from autoplan.stage_costs import PlanCosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from autoplan.reasons import WhyNot
     from autoplan.runtime import ParallelModule
+    from autoplan.timeline import Timeline
 
 __all__ = [
     "BlockPlan",
@@ -155,6 +158,7 @@ class SearchRecord:
         wall_time_s: of the search, trace excluded.
         settings: number of settings by outcome (solved, cut, infeasible, unexplored).
         outcomes: per setting, why it lost.
+        constraints: what the user pinned, bounded or forbade, in words.
     """
 
     status: Literal["optimal", "feasible", "priced"]
@@ -164,6 +168,7 @@ class SearchRecord:
     wall_time_s: float
     settings: dict[str, int] = field(default_factory=dict)
     outcomes: dict[str, str] = field(default_factory=dict)
+    constraints: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,9 +201,12 @@ class Plan:
         zero_stage: 0 to 3.
         microbatch_size: rows of one micro-batch on one rank.
         num_microbatches: micro-batches per step and rank.
+        batch_dims: per tensor of the batch its batch dimension, None for one without a batch;
+            empty: dimension 0.
         global_batch_size: dp * num_microbatches * microbatch_size.
         schedule: `none` without a pipeline.
         mixed_precision: `bfloat16` computes in it over parameters of the model's own dtype.
+        autocast: dtype of the `torch.autocast` that forward and recomputation run under.
         optimizer: name of the optimizer that the memory was counted for.
         stages: blocks of each stage.
         recompute: named recompute entries.
@@ -209,7 +217,10 @@ class Plan:
         simpler: simpler strategies, for comparison.
         provenance: profile, origins, versions, seed, cluster.
         notes: what a reader must know.
+        costs: seconds and bytes of every block, from which `timeline` simulates the step; None in
+            plans that were not priced.
         attached: the example batch and loss function of the planning process; not in the JSON.
+        question: the planning problem that it answers, for `why_not`; not in the JSON.
     """
 
     schema_version: int = 1
@@ -219,9 +230,11 @@ class Plan:
     zero_stage: int
     microbatch_size: int
     num_microbatches: int
+    batch_dims: tuple[int | None, ...] = ()
     global_batch_size: int
     schedule: Schedule
     mixed_precision: Literal["none", "bfloat16"] = "none"
+    autocast: Literal["none", "bfloat16"] = "none"
     optimizer: str
     stages: tuple[StagePlan, ...]
     recompute: dict[str, Recompute]
@@ -232,7 +245,9 @@ class Plan:
     simpler: tuple[Simpler, ...] = ()
     provenance: dict[str, str]
     notes: tuple[str, ...] = ()
+    costs: PlanCosts | None = None
     attached: Any = field(default=None, compare=False, repr=False, metadata={"json": False})
+    question: Any = field(default=None, compare=False, repr=False, metadata={"json": False})
 
     def to_json(self) -> str:
         """Return readable JSON text."""
@@ -262,6 +277,35 @@ class Plan:
         from autoplan.report import plan_report
 
         return plan_report(self)
+
+    def why_not(self, **settings: Any) -> WhyNot:
+        """Return why the plan has not these settings: a rule, memory, or time, and how much.
+
+        In the process that planned, and while the model lives, the question is solved; of a loaded
+        plan the recorded outcomes of the search answer.
+
+        Args:
+            **settings: such as `tp=8, pp=1`, with the names that `optimize` takes.
+
+        Raises:
+            ValueError: a setting has a wrong name or value.
+        """
+        from autoplan.reasons import why_not
+
+        return why_not(self, settings)
+
+    def timeline(self, *, schedule: str | None = None) -> Timeline:
+        """Return the predicted timeline of one step, with each rank's bytes over it.
+
+        Args:
+            schedule: another schedule over the same stages, as a what-if; None: the plan's own.
+
+        Raises:
+            PlanError: the plan carries no costs; it was not made by `optimize` or `estimate`.
+        """
+        from autoplan.plan_timeline import simulate
+
+        return simulate(self, schedule=schedule)
 
     def parallelize(
         self,

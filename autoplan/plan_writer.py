@@ -20,6 +20,7 @@ from autoplan.plan import (
     StagePlan,
 )
 from autoplan.settings import Setting
+from autoplan.stage_pricing import plan_costs
 
 __all__ = ["write_plan"]
 
@@ -54,9 +55,11 @@ def write_plan(
         zero_stage=setting.zero_stage,
         microbatch_size=setting.microbatch_size,
         num_microbatches=setting.num_microbatches,
+        batch_dims=trace.batch_dims,
         global_batch_size=pricer.workload.global_batch_size,
         schedule=setting.schedule,
         mixed_precision=pricer.workload.mixed_precision,
+        autocast=pricer.workload.autocast,
         optimizer=pricer.workload.optimizer.name,
         stages=tuple(stages),
         recompute=names.recompute,
@@ -85,6 +88,7 @@ def write_plan(
             "seed": "0",
         },
         notes=trace.notes,
+        costs=plan_costs(pricer, setting, ends, decisions),
     )
 
 

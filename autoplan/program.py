@@ -177,9 +177,10 @@ class Program:
         constants: tensors baked into the program: program value name -> tensor.
         loss: program value of the scalar loss.
         aliases: parameter FQN -> the first FQN of the same tensor (itself when not shared).
-        microbatch_size: size of dimension 0 of the batch inputs at capture.
+        microbatch_size: size of the batch dimension of the batch inputs at capture.
         metas: of every program value (inputs, constants, side states, side ops, call outputs).
         autocast: dtype of the autocast around the step at capture, or None.
+        batch_dims: per input its batch dimension, None for an input without a batch.
         notes: what a reader must know (checkpointing inside the model, caches switched off).
     """
 
@@ -196,6 +197,7 @@ class Program:
     microbatch_size: int
     metas: Mapping[str, TensorMeta] = field(default_factory=dict)
     autocast: torch.dtype | None = None
+    batch_dims: tuple[int | None, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property

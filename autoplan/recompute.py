@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from autoplan.autocast import is_cast
 from autoplan.collectives import Redistribute
 from autoplan.errors import EmitError
 from autoplan.program import Op
@@ -25,6 +26,7 @@ __all__ = ["KeepPlan", "Nowhere", "Region", "keep_plan", "run_region"]
 
 # Autograd adds these differently in the two runs.
 _IGNORED = (torch.ops.aten.detach.default,)
+_CAST = torch.ops.aten._to_copy.default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,18 +38,21 @@ class KeepPlan:
         skipped: kernels of these ops are not run again and return stand-ins without memory,
             because only their redistributed result, which is stored, is read.
         names: op names by index, for messages.
+        recast: ops whose casts are not theirs but autocast's; these always run again.
     """
 
     stored: frozenset[int]
     skipped: frozenset[int]
     names: tuple[str, ...]
+    recast: frozenset[int] = frozenset()
 
 
-def keep_plan(ops: Sequence[Op], keep: Sequence[str]) -> KeepPlan:
+def keep_plan(ops: Sequence[Op], keep: Sequence[str], *, is_autocast: bool = False) -> KeepPlan:
     """Return what a region over `ops` stores for the marks `keep`.
 
     An op whose result is an addend over tensor-parallel ranks is kept as what its redistributions
-    make of it, so that their collectives do not run again.
+    make of it, so that their collectives do not run again. Copies of operands that autocast makes
+    are not stored: they are as large as weights, and its cache decides which op makes one.
 
     Raises:
         EmitError: a kept op is not in the graph.
@@ -64,8 +69,12 @@ def keep_plan(ops: Sequence[Op], keep: Sequence[str]) -> KeepPlan:
             raise EmitError(f"recompute keeps {name}, which is no op of the graph: plan again")
         (skipped if name in sums else stored).add(index_by_name[name])
         stored.update(sums.get(name, ()))
+    recast = [index for index, op in enumerate(ops) if is_autocast and not is_cast(op)]
     return KeepPlan(
-        stored=frozenset(stored), skipped=frozenset(skipped), names=tuple(op.name for op in ops)
+        stored=frozenset(stored),
+        skipped=frozenset(skipped),
+        names=tuple(op.name for op in ops),
+        recast=frozenset(recast),
     )
 
 
@@ -144,6 +153,8 @@ class _Save(TorchDispatchMode):  # type: ignore[no-untyped-call]
         plan, current = region.plan, region.current
         if func in _IGNORED or (current not in plan.stored and current not in plan.skipped):
             return result
+        if func is _CAST and current in plan.recast:
+            return result
         if _shares_storage(result, (args, kwargs)):
             entry = _Stored(kernel=func, runs_again=True)
         else:
@@ -178,7 +189,8 @@ class _Load(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         region = self._region
         entries = region.kernels.get(region.current)
-        if entries is None or func in _IGNORED:
+        is_recast = func is _CAST and region.current in region.plan.recast
+        if entries is None or func in _IGNORED or is_recast:
             return func(*args, **(kwargs or {}))
         position = self._next.get(region.current, 0)
         self._next[region.current] = position + 1

@@ -6,14 +6,16 @@ fits; `optimize` falls back to that plan, so what is printed here can be followe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from autoplan.bounds import layout_reason
 from autoplan.cluster import Cluster
 from autoplan.costs import Pricer
 from autoplan.errors import AutoplanError, InfeasibleError
 from autoplan.frontiers import Decision
+from autoplan.limits import constraint_texts, kept_constraints
 from autoplan.memory import StageMemory
 from autoplan.profiles.catalog import list_profiles, load_profile
 from autoplan.settings import Setting
@@ -55,7 +57,7 @@ def least_memory(planner: Planner, enough: int = 0) -> Least:
         enough: bytes with which the search may stop; 0: never.
     """
     every = planner.settings()
-    settings = [s for s in every if planner.layout_reason(s) is None] or every
+    settings = [s for s in every if layout_reason(planner, s) is None] or every
     smallest = min(s.microbatch_size for s in settings)
     best: Least | None = None
     stages = (0, 3) if "zero_stage" not in planner.pins else (0, 1, 2, 3)
@@ -123,6 +125,7 @@ def infeasible_error(planner: Planner, least: Least) -> InfeasibleError:
         f"device (at {least.stage.instant}), but {planner.cluster} has {format_bytes(capacity)} "
         f"({format_bytes(need - capacity)} too little); the largest part is {category} with "
         f"{format_bytes(amount)}",
+        *conflict_lines(planner),
         *(f"remedy: {remedy}" for remedy in found),
     ]
     return InfeasibleError(
@@ -132,6 +135,24 @@ def infeasible_error(planner: Planner, least: Least) -> InfeasibleError:
         category=category,
         remedies=found,
     )
+
+
+def conflict_lines(planner: Planner) -> list[str]:
+    """Return which of the user's constraints conflict with the memory, in words.
+
+    The set is irreducible: each was kept because without it, and with the others, a plan fits.
+    """
+    texts = constraint_texts(planner.pins, planner.limits)
+    kept = list(texts)
+    for name in texts:
+        fewer = [other for other in kept if other != name]
+        if not _fits(planner, constraints=fewer):
+            kept = fewer
+    if not kept:
+        return []
+    memory = f"{format_bytes(planner.cluster.total_bytes)} a device"
+    wanted = " and ".join((memory, *(texts[name] for name in kept)))
+    return [f"conflict: {wanted} do not go together; without any one of them a plan fits"]
 
 
 def find_remedies(planner: Planner, need: int) -> tuple[str, ...]:
@@ -192,15 +213,22 @@ def _other_devices(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def _fits(
-    planner: Planner, *, cluster: Cluster | None = None, pins: Mapping[str, Any] | None = None
+    planner: Planner,
+    *,
+    cluster: Cluster | None = None,
+    pins: Mapping[str, Any] | None = None,
+    constraints: Collection[str] | None = None,
 ) -> bool:
     """Return whether the plan of least memory of a changed problem fits.
 
+    Of the user's constraints (named as `constraint_texts` does) only those given stay, if any are.
     On other nodes the decisions are those of this cluster: their memory does not depend on it.
     """
-    changed = replace(planner, _pricers={}, _ops_bounds={})
+    changed = replace(planner, _pricers={}, ops_bounds={})
     if pins is not None:
         changed.pins = pins
+    if constraints is not None:
+        changed.pins, changed.limits = kept_constraints(changed.pins, changed.limits, constraints)
     if cluster is not None:
         changed.cluster = cluster
         if cluster.gpus_per_node == planner.cluster.gpus_per_node:

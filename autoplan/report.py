@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autoplan.plan import Plan, StagePlan
+from autoplan.plan_timeline import simulate
+from autoplan.timeline import Timeline
 from autoplan.units import format_bytes, format_seconds
 
 __all__ = ["plan_report", "table"]
@@ -36,6 +38,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"{plan.num_microbatches} micro-batches of {plan.microbatch_size} "
         f"(global batch {plan.global_batch_size}), {plan.optimizer}"
         + (f", {plan.mixed_precision} mixed precision" if plan.mixed_precision != "none" else "")
+        + (f", autocast to {plan.autocast}" if plan.autocast != "none" else "")
     )
     yield (
         f"  predicted step time {format_seconds(predicted.step_time_s)}, predicted peak "
@@ -50,6 +53,8 @@ def _lines(plan: Plan) -> Iterator[str]:
             f"  search: {search.status}, bound {format_seconds(search.bound_s)}, gap "
             f"{search.gap:.2%}, {search.wall_time_s:.1f} s, settings: {counts}"
         )
+    if search.constraints:
+        yield f"  under {', '.join(search.constraints)}"
     yield ""
     yield "Stages"
     yield table(
@@ -68,19 +73,48 @@ def _lines(plan: Plan) -> Iterator[str]:
         ]
     )
     yield ""
-    yield "Time of a step by category"
-    shown = {k: v for k, v in predicted.time_by_category.items() if v > 0}
-    yield table([("category", "time"), *((k, format_seconds(v)) for k, v in shown.items())])
+    yield from _step(plan)
     yield from _decisions(plan)
     if plan.simpler:
         yield ""
         yield "Simpler strategies, priced by the same model"
-        yield table([("strategy", "step time", "peak", "fits"), *_simpler(plan)])
+        yield table([("strategy", "step time", "of the plan's", "peak", "fits"), *_simpler(plan)])
     yield ""
     looked = ", ".join(f"{n} {how}" for how, n in predicted.lookups.items())
     yield f"Predicted with profile {plan.provenance.get('profile', 'unknown')}; look-ups: {looked}"
     for note in plan.notes:
         yield f"Note: {note}"
+
+
+def _step(plan: Plan) -> Iterator[str]:
+    """Yield the simulated step by part, or for a plan without costs what the search added up."""
+    if plan.costs is None:
+        yield "Time of a step by category"
+        shown = {k: v for k, v in plan.predicted.time_by_category.items() if v > 0}
+        yield table([("category", "time"), *((k, format_seconds(v)) for k, v in shown.items())])
+        return
+    timeline = simulate(plan, with_memory=False)
+    parts = {k: v for k, v in timeline.mean_parts().items() if v > 0}
+    yield f"Simulated step, a prediction: {format_seconds(timeline.step_time_s)}"
+    rows = [("part, mean over stages", "time", "share")]
+    for name, seconds in parts.items():
+        rows.append((_PART_TITLES[name], format_seconds(seconds), _share(seconds, timeline)))
+    yield table(rows)
+
+
+def _share(seconds: float, timeline: Timeline) -> str:
+    return f"{seconds / timeline.step_time_s:.1%}"
+
+
+_PART_TITLES = {
+    "compute": "compute",
+    "recompute": "recompute",
+    "tensor_parallel": "exposed tensor-parallel communication",
+    "zero": "exposed ZeRO communication",
+    "pipeline": "exposed pipeline communication",
+    "optimizer": "optimizer",
+    "bubble": "bubble (waiting for other stages)",
+}
 
 
 def _stage(plan: Plan, stage: StagePlan) -> tuple[str, str, str, str, str]:
@@ -114,11 +148,12 @@ def _decisions(plan: Plan) -> Iterator[str]:
             yield f"  {name}: {text}"
 
 
-def _simpler(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
-    for row in plan.simpler:
-        yield (
-            row.name,
-            format_seconds(row.step_time_s),
-            format_bytes(row.peak_memory_bytes),
-            "yes" if row.fits else "no",
-        )
+def _simpler(plan: Plan) -> Iterator[tuple[str, str, str, str, str]]:
+    own_s = plan.predicted.step_time_s
+    rows = [
+        (s.name, s.step_time_s, s.peak_memory_bytes, "yes" if s.fits else "no")
+        for s in plan.simpler
+    ]
+    rows.append(("this plan", own_s, max(plan.predicted.peak_memory_bytes), "yes"))
+    for name, seconds, peak, fits in rows:
+        yield name, format_seconds(seconds), f"{seconds / own_s:.2f}", format_bytes(peak), fits

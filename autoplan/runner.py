@@ -6,14 +6,15 @@ autograd keeps, each storage once. All functions expect an active `FakeTensorMod
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoplan.autocast import bare
+from autoplan.autocast import bare, is_cast
 from autoplan.backends import Backend, replacement, with_true_statistics
 from autoplan.custom_ops import custom_op
 from autoplan.errors import TraceError
@@ -22,7 +23,7 @@ from autoplan.opcost import OpCost, OpMeter
 from autoplan.program import BlockGraph, Op, Program, TensorMeta, map_refs
 from autoplan.segments import mutates_input
 
-__all__ = ["BlockRun", "run_block", "side_values"]
+__all__ = ["BlockRun", "attribute_tensors", "run_block", "side_values"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,6 +34,7 @@ class BlockRun:
         values: fake tensor (or tuple of them) by value name.
         owners: value name by storage key: the first value that had the storage.
         saved: storage keys and bytes that autograd kept, by op name.
+        casts: by op name, the names and bytes of the copies of states that autocast made for it.
         costs: by op name.
         alive: tensors held so that no storage key is used twice.
     """
@@ -40,6 +42,7 @@ class BlockRun:
     values: dict[str, Any] = field(default_factory=dict)
     owners: dict[int, str] = field(default_factory=dict)
     saved: dict[str, dict[int, int]] = field(default_factory=dict)
+    casts: dict[str, dict[str, int]] = field(default_factory=dict)
     costs: dict[str, OpCost] = field(default_factory=dict)
     alive: list[torch.Tensor] = field(default_factory=list)
     outputs: tuple[Any, ...] = ()
@@ -110,14 +113,14 @@ def run_block(
         TraceError: an op cannot run on fake tensors; names the op, its module and line.
     """
     run = BlockRun()
-    excluded = set(buffers)
-    for state in graph.states:
-        run.values[state.name] = _fake(state.meta)
-        excluded.add(storage_key(run.values[state.name]))
+    states = {s.name: _fake(s.meta) for s in graph.states}
+    run.values |= states
+    excluded = {*buffers, *map(storage_key, states.values())}
     writes = any(mutates_input(op) for op in graph.ops)
     for name, meta, value in zip(graph.inputs, graph.input_metas, inputs, strict=True):
         run.values[name] = _as_input(value, meta, writes)
         _own(run, name)
+    seen: set[Any] = set()
     for op in graph.ops:
         kept: dict[int, int] = {}
 
@@ -128,17 +131,59 @@ def run_block(
             return tensor
 
         run.costs[op.name] = _measure(op, run.values, meter, block_fqn)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            _StateCasts(run, op, states),
+        ):
             function = replacement(op.target, backend)
             run.values[op.name] = _execute(op, run.values, function, block_fqn)
         kept = _told(op, run.values, kept)
         kept = with_true_statistics(bare(op), run.values, kept, backend)
-        if run.costs[op.name].hidden_bytes:
-            kept[-1] = run.costs[op.name].hidden_bytes
+        kept |= _workspaces(kept, run.costs[op.name].workspaces)
+        nodes = {tensor.grad_fn for tensor in tensors_in(run.values[op.name])} - seen
+        seen |= nodes
+        for tensor in attribute_tensors(nodes):
+            pack(tensor, kept)
         run.saved[op.name] = kept
         _own(run, op.name)
     run.outputs = tuple(run.values[name] for name in graph.outputs)
     return run
+
+
+class _StateCasts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives names to the copies of trained states that autocast makes for an op and remembers."""
+
+    def __init__(self, run: BlockRun, op: Op, states: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._run, self._op = run, op
+        self._names = {storage_key(t): n for n, t in states.items() if t.requires_grad}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and not is_cast(self._op):
+            state = self._names.get(storage_key(args[0]))
+            if state is not None:
+                name = f"{state}__autocast"
+                self._run.alive.append(result)
+                self._run.owners.setdefault(storage_key(result), name)
+                self._run.casts.setdefault(self._op.name, {})[name] = storage_bytes(result)
+        return result
+
+
+def _workspaces(kept: Mapping[int, int], workspaces: Sequence[int]) -> dict[int, int]:
+    """Return the true sizes of workspaces, which fake tensors show as empty, in order."""
+    empty = [key for key, nbytes in kept.items() if nbytes == 0]
+    return dict(zip(empty, workspaces, strict=True)) if workspaces else {}
+
+
+def attribute_tensors(nodes: Iterable[object]) -> list[torch.Tensor]:
+    """Return the tensors that nodes of the autograd graph hold as attributes.
+
+    What a `torch.autograd.Function` or a custom operator puts on its context without
+    `save_for_backward` lives as long as what it saves, and no hook sees it.
+    """
+    held = [getattr(node, "__dict__", {}) for node in nodes]
+    return [t for attributes in held for t in tensors_in(list(attributes.values()))]
 
 
 def _told(op: Op, values: Mapping[str, Any], kept: dict[int, int]) -> dict[int, int]:

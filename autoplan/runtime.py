@@ -16,6 +16,8 @@ from torch.utils import _pytree as pytree
 from autoplan.plan import Plan
 from autoplan.sharders import Sharder, local_tensor, normalise_gradient
 from autoplan.stages import StageRoot
+from autoplan.step_buffers import StepBuffers
+from autoplan.step_means import StepMeans
 
 __all__ = ["BatchSplitter", "ParallelModule", "Tie"]
 
@@ -26,7 +28,7 @@ class BatchSplitter:
 
     Attributes:
         keys: readable paths of the tensor leaves.
-        has_rows: per tensor leaf, whether dimension 0 is the batch.
+        batch_dims: per tensor leaf its batch dimension, None for one without a batch.
         wanted: positions of the leaves that this stage reads.
         rows: per micro-batch.
         num_microbatches: per step and rank.
@@ -36,7 +38,7 @@ class BatchSplitter:
     """
 
     keys: tuple[str, ...]
-    has_rows: tuple[bool, ...]
+    batch_dims: tuple[int | None, ...]
     wanted: tuple[int, ...]
     rows: int
     num_microbatches: int
@@ -52,27 +54,24 @@ class BatchSplitter:
         """
         leaves = self._leaves(batch, self.rows * self.num_microbatches, "this rank's batch")
         moved = [leaves[i].to(self.device) for i in self.wanted]
-        parts = []
-        for index in range(self.num_microbatches):
-            rows = slice(index * self.rows, (index + 1) * self.rows)
-            parts.append(
-                tuple(
-                    leaf[rows] if self.has_rows[i] else leaf
-                    for i, leaf in zip(self.wanted, moved, strict=True)
-                )
+        return [
+            tuple(
+                _rows(leaf, self.batch_dims[i], index * self.rows, self.rows)
+                for i, leaf in zip(self.wanted, moved, strict=True)
             )
-        return parts
+            for index in range(self.num_microbatches)
+        ]
 
     def share(self, global_batch: Any) -> Any:
         """Return the rows of the global batch that belong to this rank."""
         per_rank = self.rows * self.num_microbatches
         self._leaves(global_batch, per_rank * self.dp, "the global batch")
-        position = iter(range(len(self.keys)))
+        dims = iter(self.batch_dims)
 
         def cut(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or not self.has_rows[next(position)]:
+            if not isinstance(leaf, torch.Tensor):
                 return leaf
-            return leaf[self.dp_rank * per_rank : (self.dp_rank + 1) * per_rank]
+            return _rows(leaf, next(dims), self.dp_rank * per_rank, per_rank)
 
         return pytree.tree_map(cut, global_batch)
 
@@ -83,16 +82,25 @@ class BatchSplitter:
                 f"{what} has {len(leaves)} tensors, the plan was made for {len(self.keys)}: "
                 f"{', '.join(self.keys)}"
             )
-        for key, has_rows, leaf in zip(self.keys, self.has_rows, leaves, strict=True):
-            if has_rows and leaf.shape[0] != rows:
+        for key, dim, leaf in zip(self.keys, self.batch_dims, leaves, strict=True):
+            if dim is None:
+                continue
+            got = leaf.shape[dim] if dim < leaf.dim() else 0
+            if got != rows:
                 parts = f"{self.num_microbatches} micro-batches of {self.rows} rows"
                 if rows > self.rows * self.num_microbatches:
                     parts += f" on each of {self.dp} ranks"
+                where = f"{key}, dimension {dim}" if dim else key
                 raise ValueError(
-                    f"{what} has {leaf.shape[0]} rows in {key}, it must have {rows} ({parts}): "
-                    "pass train_step what shard_batch(global_batch) returns"
+                    f"{what} has {got} rows in {where}, it must have {rows} ({parts}): pass "
+                    "train_step what shard_batch(global_batch) returns"
                 )
         return leaves
+
+
+def _rows(leaf: torch.Tensor, dim: int | None, start: int, count: int) -> torch.Tensor:
+    """Return rows of a leaf, contiguous as at capture; the leaf itself where it has no batch."""
+    return leaf if dim is None else leaf.narrow(dim, start, count).contiguous()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +134,8 @@ class ParallelModule(nn.Module):
         sharder: Sharder,
         splitter: BatchSplitter,
         ties: Sequence[Tie],
+        buffers: StepBuffers,
+        means: StepMeans,
         aliases: Mapping[str, str],
         run_step: Callable[[int], list[torch.Tensor]],
         sources: Sequence[str],
@@ -138,6 +148,8 @@ class ParallelModule(nn.Module):
         self._sharder = sharder
         self._splitter = splitter
         self._ties = tuple(ties)
+        self._changed = buffers
+        self._means = means
         self._aliases = dict(aliases)
         self._run_step = run_step
         self._sources = tuple(sources)
@@ -148,17 +160,22 @@ class ParallelModule(nn.Module):
 
         Args:
             batch: this rank's rows (`shard_batch(global_batch)`): `num_microbatches *
-                microbatch_size` in dimension 0. Ranks that differ in tp or pp only get the same.
+                microbatch_size` in the batch dimension. Ranks that differ in tp or pp only get the
+                same.
 
         Raises:
             ValueError: the batch has another size than the plan's.
         """
         root: StageRoot = self.__dict__["_root"]
-        root.feed(self._splitter.microbatches(batch))
+        microbatches = self._splitter.microbatches(batch)
+        root.feed(microbatches)
+        self._means.begin(microbatches)
         count = self.plan.num_microbatches
         self._sharder.before_step(count)
+        self._changed.begin()
         losses = self._run_step(count)
         self._sharder.after_step()
+        self._changed.end()
         for parameter in root.parameters():
             normalise_gradient(parameter)
         self._sum_ties()
@@ -179,7 +196,9 @@ class ParallelModule(nn.Module):
     def forward_microbatch(self, batch: Any) -> torch.Tensor:
         """Return the loss of the first micro-batch with its graph; for measuring, not training."""
         root: StageRoot = self.__dict__["_root"]
-        root.feed(self._splitter.microbatches(batch)[:1])
+        first = self._splitter.microbatches(batch)[:1]
+        root.feed(first)
+        self._means.begin(first)
         loss: torch.Tensor = root()[0]
         return loss
 
@@ -198,13 +217,15 @@ class ParallelModule(nn.Module):
         Returns:
             The norm before clipping, the same on every rank; each shared weight counts once.
         """
-        uncounted = {tie.fqn for tie in self._ties if not tie.is_counted}
-        named = [(n, p.grad) for n, p in self.named_parameters() if p.grad is not None]
+        # By identity: on this stage a shared weight may come first under another name.
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        uncounted = {id(parameters[tie.fqn]) for tie in self._ties if not tie.is_counted}
+        named = [(p, p.grad) for p in self.parameters() if p.grad is not None]
         device = self._splitter.device
         total = torch.zeros((), dtype=torch.float64, device=device)
         copies = self.plan.mesh.dp * self.plan.mesh.tp
-        for name, gradient in named:
-            if name not in uncounted:
+        for parameter, gradient in named:
+            if id(parameter) not in uncounted:
                 square = torch.linalg.vector_norm(local_tensor(gradient)).double() ** 2
                 total += square / _replication(gradient, copies)
         if dist.is_initialized():

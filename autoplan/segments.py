@@ -7,6 +7,7 @@ block graph, and shortened runs are put back as calls.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -108,7 +109,20 @@ def build_program(
         microbatch_size=rows,
         metas=metas,
         autocast=autocast,
-        notes=(*notes, *flat.notes),
+        notes=(*notes, *flat.notes, *_state_notes(flat)),
+    )
+
+
+def _state_notes(flat: FlatProgram) -> tuple[str, ...]:
+    """Return the note on states that the forward changes, such as running statistics."""
+    changed = sorted(flat.states[n] for n in written_values(flat.ops) & set(flat.states))
+    if not changed:
+        return ()
+    others = f" and {len(changed) - 1} other buffers" if len(changed) > 1 else ""
+    return (
+        f"the forward changes {changed[0]}{others}: a plan changes them once a step, to the mean "
+        "over micro-batches and ranks. Batch statistics are those of a micro-batch on one rank, so "
+        "a plan that splits the batch (dp or num_microbatches above 1) differs from one device",
     )
 
 
@@ -116,11 +130,13 @@ def _split_side(flat: FlatProgram) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
     """Return the side ops and the others; a mutating or random op is never a side op."""
     plain = set(flat.inputs) | set(flat.constants)
     plain |= {name for name in flat.states if name not in flat.parameters}
-    written = {name for op in flat.ops for name in written_inputs(op)}
+    owners = storage_owners(flat.ops)
+    written = written_values(flat.ops)
     side, body = [], []
     for op in flat.ops:
         inputs = op.inputs()
-        is_pure = not mutates_input(op) and not is_random(op) and not (set(inputs) & written)
+        touched = {owners.get(name, name) for name in (op.name, *inputs)}
+        is_pure = not mutates_input(op) and not is_random(op) and not (touched & written)
         if is_pure and all(name in plain for name in inputs):
             plain.add(op.name)
             side.append(op)
@@ -200,6 +216,32 @@ def written_inputs(op: Op) -> tuple[str, ...]:
             value = op.args[index] if is_positional else op.kwargs.get(argument.name)
             found.extend(refs(value))
     return tuple(found)
+
+
+def storage_owners(ops: Sequence[Op]) -> dict[str, str]:
+    """Return, for every result that may share the storage of an earlier value, that value.
+
+    Views of views lead to the first; what an operator's schema says of its result counts.
+    """
+    owners: dict[str, str] = {}
+    for op in ops:
+        if op.inputs() and _may_alias(op):
+            source = op.inputs()[0]
+            owners[op.name] = owners.get(source, source)
+    return owners
+
+
+def _may_alias(op: Op) -> bool:
+    target = bare(op).target
+    if isinstance(target, torch._ops.OpOverload):
+        return any(result.alias_info is not None for result in target._schema.returns)
+    return target is operator.getitem
+
+
+def written_values(ops: Sequence[Op]) -> set[str]:
+    """Return the values whose storage some op writes to: inputs, states, and results."""
+    owners = storage_owners(ops)
+    return {owners.get(name, name) for op in ops for name in written_inputs(op)}
 
 
 def is_random(op: Op) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,10 +10,21 @@ from typing import Any, Literal
 from autoplan.cluster import Cluster
 from autoplan.engines import AUTOPLAN, Engine
 from autoplan.graph import Trace
+from autoplan.limits import LIMITED_KEYS, Limits
 
-__all__ = ["PIN_KEYS", "Optimizer", "Setting", "Workload", "check_pins", "settings_of"]
+__all__ = [
+    "NO_LIMITS",
+    "PIN_KEYS",
+    "Optimizer",
+    "Setting",
+    "Workload",
+    "broken_rules",
+    "check_pins",
+    "settings_of",
+]
 
 PIN_KEYS = ("dp", "tp", "pp", "zero_stage", "microbatch_size", "num_microbatches", "recompute")
+NO_LIMITS = Limits()
 _RECOMPUTE = ("none", "full", "selective")
 _MAX_MICROBATCH_ROWS = 64
 
@@ -63,6 +75,7 @@ class Workload:
         global_batch_size: rows of one step over all devices.
         optimizer: its memory law.
         mixed_precision: `bfloat16`: the trace is in it, over parameters of `parameter_dtype_bytes`.
+        autocast: the trace is under `torch.autocast` to this dtype.
         parameter_bytes_per_traced_byte: bytes of a stored parameter per byte in the trace: 2 for
             float32 parameters computed with in bfloat16, else 1.
         engine: the software that trains.
@@ -76,6 +89,7 @@ class Workload:
     global_batch_size: int
     optimizer: Optimizer
     mixed_precision: Literal["none", "bfloat16"] = "none"
+    autocast: Literal["none", "bfloat16"] = "none"
     parameter_bytes_per_traced_byte: int = 1
     engine: Engine = AUTOPLAN
     product_dtype: str | None = None
@@ -155,15 +169,23 @@ def settings_of(
     num_blocks: int,
     pins: Mapping[str, Any],
     *,
+    limits: Limits = NO_LIMITS,
     devices: int | None = None,
 ) -> Iterator[Setting]:
-    """Yield every setting of the space that obeys the rules of divisibility and the pins.
+    """Yield every setting of the space that obeys the rules, the pins and the limits.
 
     Rules: dp * tp * pp is the number of devices; tp stays inside a node; there are at least as many
     blocks as stages; the batch divides into dp * num_microbatches * microbatch_size; 1F1B has at
     least as many micro-batches as stages; without data parallelism there is nothing to shard.
     """
-    world = devices or cluster.world_size
+    for setting in _unlimited(cluster, workload, num_blocks, pins, devices or cluster.world_size):
+        if limits.allows_all({name: getattr(setting, name) for name in LIMITED_KEYS}):
+            yield setting
+
+
+def _unlimited(
+    cluster: Cluster, workload: Workload, num_blocks: int, pins: Mapping[str, Any], world: int
+) -> Iterator[Setting]:
     for pp in _divisors(world):
         if pp > num_blocks or pins.get("pp", pp) != pp:
             continue
@@ -206,6 +228,37 @@ def _batch_settings(
 
 def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def broken_rules(
+    cluster: Cluster, workload: Workload, num_blocks: int, pins: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Return the rules that pinned settings break by themselves, in words; empty if none is."""
+    world, batch = cluster.world_size, workload.global_batch_size
+    given = {name: pins[name] for name in ("dp", "tp", "pp") if name in pins}
+    product = math.prod(given.values())
+    names = " * ".join(f"{name}={value}" for name, value in given.items())
+    found = []
+    if world % product or (len(given) == 3 and product != world):
+        found.append(f"dp * tp * pp must be the {world} devices, {names} is {product}")
+        return tuple(found)
+    pp = pins.get("pp", 1)
+    if pp > num_blocks:
+        found.append(f"pp={pp} stages need at least {pp} blocks, the model has {num_blocks}")
+    dp = pins.get("dp", world // product if {"tp", "pp"} <= given.keys() else 1)
+    size, m = pins.get("microbatch_size", 1), pins.get("num_microbatches", 1)
+    if batch % (dp * size * m):
+        found.append(
+            f"the batch of {batch} rows must divide into dp={dp} times {m} micro-batches of {size}"
+        )
+    if pp > 1 and batch // (dp * size) < pp and ("dp" in pins or "tp" in pins):
+        found.append(
+            f"1F1B over pp={pp} stages needs as many micro-batches, dp={dp} leaves "
+            f"{batch // (dp * size)}"
+        )
+    if pins.get("zero_stage", 0) and dp == 1 and ("dp" in pins or {"tp", "pp"} <= given.keys()):
+        found.append(f"zero_stage={pins['zero_stage']} shards over dp, which is 1")
+    return tuple(found)
 
 
 def shared_states(trace: Trace) -> dict[int, frozenset[str]]:

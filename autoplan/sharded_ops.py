@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 __all__ = [
+    "QueryHeadAttention",
     "RowAddmm",
     "RowLinear",
     "ShardedRandom",
@@ -74,6 +75,44 @@ class RowAddmm:
             return torch.addmm(bias, x, weight)
         product = torch.mm(x, weight)
         return _AddedElsewhere.apply(product, bias)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class QueryHeadAttention:
+    """Attention of this rank's query heads with the key-value heads that they read.
+
+    Keys and values come whole: there are fewer of their heads than ranks, or the slices of query
+    heads do not end where a group ends. Their gradients are addends.
+    """
+
+    target: Callable[..., torch.Tensor]
+    rank: int
+    degree: int
+
+    @property
+    def __name__(self) -> str:
+        """Return a readable name."""
+        return "query_head_attention"
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return the result of the local heads."""
+        count = query.shape[-3]
+        group = count * self.degree // key.shape[-3]
+        first = self.rank * count
+        if count % group == 0 or group % count == 0:
+            start, length = first // group, max(1, count // group)
+            key, value = (x.narrow(-3, start, length) for x in (key, value))
+        else:
+            heads = torch.arange(first, first + count, device=key.device) // group
+            key, value = (x.index_select(-3, heads) for x in (key, value))
+        return self.target(query, key, value, *args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +182,17 @@ _REDUCTIONS = ("none", "mean", "sum")
 
 @dataclass(frozen=True, slots=True)
 class VocabularyCrossEntropy:
-    """`cross_entropy_loss` of logits sliced along the classes; the loss is whole on every rank."""
+    """`cross_entropy_loss` of logits sliced along the classes; the loss is whole on every rank.
+
+    Attributes:
+        rank: of this process among those that have a slice.
+        group: these processes.
+        dtype: of the loss on one device; autocast casts the logits to it there too.
+    """
 
     rank: int
     group: dist.ProcessGroup | None
+    dtype: torch.dtype | None = None
 
     @property
     def __name__(self) -> str:
@@ -165,6 +211,7 @@ class VocabularyCrossEntropy:
         """Return the loss; three all_reduces of one number per row make it."""
         assert weight is None
         assert label_smoothing == 0.0
+        logits = logits if self.dtype is None else logits.to(self.dtype)
         is_used = target != ignore_index
         rows: torch.Tensor = _CrossEntropyRows.apply(  # type: ignore[no-untyped-call]
             logits, target, is_used, self.rank, self.group

@@ -10,10 +10,9 @@ a choice of options is run.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 
-from autoplan.axes import RESULT, Analysis, Atom, Dim, Link, Rule, leaves, pieces
+from autoplan.axes import RESULT, Analysis, Atom, Dim, Rule, cuts_of, leaves
 from autoplan.axis_rules import analyse
 from autoplan.custom_ops import custom_op
 from autoplan.graph import Placement, ShardOption
@@ -27,6 +26,7 @@ __all__ = [
     "layout_parameters",
     "needs_gradient",
     "shard_options",
+    "sliced_options",
     "transition",
 ]
 
@@ -47,7 +47,9 @@ def shard_options(graph: BlockGraph) -> dict[str, tuple[ShardOption, ...]]:
         if rule is not None:
             if rule.is_view and len(inputs) == 1 and inputs[0] in trained:
                 listed.append(_partial(whole))
-            listed += _sliced(op, rule, found, trained, names)
+            listed += sliced_options(op, rule, found, trained, names)
+            if rule.query_heads is not None:
+                listed.append(_query_heads(op, rule, trained))
         listed += _told(op, graph)
         options[op.name] = _distinct(listed)
     return options
@@ -79,6 +81,21 @@ def _told(op: Op, graph: BlockGraph) -> list[ShardOption]:
 def _partial(whole: ShardOption) -> ShardOption:
     inputs = tuple("P" for _ in whole.inputs)
     return ShardOption(axis="partial", size=1, inputs=inputs, output="P", is_split=False)
+
+
+def _query_heads(op: Op, rule: Rule, trained: frozenset[str]) -> ShardOption:
+    """Return the slice along query heads of attention whose fewer key-value heads stay whole."""
+    assert rule.query_heads is not None
+    size, dim = rule.query_heads
+    required = {name: "R*" if name in trained else "R" for name in rule.operands}
+    required[rule.operands[0]] = f"S({dim})"
+    return ShardOption(
+        axis="query_heads",
+        size=size,
+        inputs=tuple(required[name] for name in op.inputs()),
+        output=f"S({dim})",
+        is_split=True,
+    )
 
 
 def _distinct(listed: Sequence[ShardOption]) -> tuple[ShardOption, ...]:
@@ -126,39 +143,12 @@ def needs_gradient(graph: BlockGraph) -> frozenset[str]:
     return frozenset(trained)
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """An atom of a link, and where it lies: operand -> (dim, outer)."""
-
-    atom: Atom
-    places: Mapping[int, tuple[int, int]]
-    link: Link
-
-
-def _cuts(op: Op, rule: Rule, found: Analysis) -> list[_Cut]:
-    """Return what an op can be sliced along, in the order of its links."""
-    dims = {i: found.result(name) for i, name in enumerate(rule.operands)}
-    dims[RESULT] = found.result(op.name)
-    cuts: list[_Cut] = []
-    for link in rule.links:
-        by_side = [list(pieces(side, link.size, dims)) for side in link.sides]
-        if len({len(parts) for parts in by_side}) > 1:
-            continue
-        for position, (atom, _, _) in enumerate(by_side[0]):
-            places = {
-                side.operand: (part[position][1], part[position][2])
-                for side, part in zip(link.sides, by_side, strict=True)
-            }
-            if len(places) == len(link.sides):
-                cuts.append(_Cut(atom.root(), places, link))
-    return cuts
-
-
-def _sliced(
+def sliced_options(
     op: Op, rule: Rule, found: Analysis, trained: frozenset[str], names: Mapping[Atom, str]
 ) -> list[ShardOption]:
+    """Return the options that slice an op along one of the axes in `names`."""
     options: list[ShardOption] = []
-    for piece in _cuts(op, rule, found):
+    for piece in cuts_of(op.name, rule, found):
         if piece.atom not in names:
             continue
         is_contracted = RESULT not in piece.places
@@ -182,7 +172,7 @@ def _sliced(
         options.append(
             ShardOption(
                 axis=names[piece.atom],
-                size=piece.atom.size,
+                size=piece.extent(names),
                 inputs=tuple(required[name] for name in op.inputs()),
                 output="R" if rule.reduces_itself else output,
                 is_split=True,
@@ -267,7 +257,7 @@ def _dominated(graph: BlockGraph, found: Analysis, dims: Sequence[Dim]) -> set[A
     for op in graph.ops:
         rule = found.rules.get(op.name)
         if rule is not None:
-            offered[op.name] = {piece.atom for piece in _cuts(op, rule, found)}
+            offered[op.name] = {piece.atom for piece in cuts_of(op.name, rule, found)}
             blocked[op.name] = {atom for dim in rule.blocked for atom in leaves(dim)}
 
     def reaches_further(other: Atom, atom: Atom) -> bool:

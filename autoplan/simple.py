@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.frontiers import Decision
 from autoplan.graph import Trace
+from autoplan.limits import LIMITED_KEYS, Limits
 from autoplan.plan import Recompute, Simpler
 from autoplan.settings import Setting, settings_of
 
@@ -26,13 +27,15 @@ class Strategy:
     ends: tuple[int, ...]
     decisions: tuple[Decision, ...]
 
-    def obeys(self, pins: Mapping[str, Any]) -> bool:
-        """Return whether the strategy keeps to the pinned settings."""
+    def obeys(self, pins: Mapping[str, Any], limits: Limits) -> bool:
+        """Return whether the strategy keeps to the pinned and limited settings."""
         own = {k: getattr(self.setting, k) for k in pins if k != "recompute"}
         modes = {d.recompute.mode for d in self.decisions}
         wanted = pins.get("recompute")
         is_mode = wanted is None or modes == {wanted}
-        return is_mode and all(pins[key] == value for key, value in own.items())
+        values = {name: getattr(self.setting, name) for name in LIMITED_KEYS}
+        is_pinned = all(pins[key] == value for key, value in own.items())
+        return is_mode and is_pinned and limits.allows_all(values)
 
 
 def even_ends(num_calls: int, num_stages: int) -> tuple[int, ...]:

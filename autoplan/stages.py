@@ -9,17 +9,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from autoplan.autocast import in_autocast
 from autoplan.errors import EmitError
 from autoplan.executor import CompiledFunction, Writer
-from autoplan.program import Op, Program, TensorMeta
+from autoplan.program import Op, Program, Ref, TensorMeta, map_refs
 
-__all__ = ["StageRoot", "StageSlice", "build_root", "slice_program", "stage_function"]
+__all__ = [
+    "StageRoot",
+    "StageSlice",
+    "build_root",
+    "side_function",
+    "slice_program",
+    "stage_function",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +109,8 @@ def stage_function(program: Program, stage: StageSlice, device: torch.device) ->
     order `(*stage.side_states, *stage.constants)`.
     """
     writer = Writer(device)
+    side_ops = tuple(in_autocast(op, program.autocast, device.type) for op in stage.side_ops)
+    stage = replace(stage, side_ops=side_ops)
     names = _local_names(program, stage)
     items = _items(program, stage)
     last_use = {name: i for i, item in enumerate(items) for name in item.reads}
@@ -110,7 +120,7 @@ def stage_function(program: Program, stage: StageSlice, device: torch.device) ->
         writer.add(f"{', '.join(side)}{',' if len(side) == 1 else ''} = side")
     for index, item in enumerate(items):
         if item.op is not None:
-            writer.op(item.op)
+            writer.op(_renamed(item.op, names))
         else:
             call = program.calls[item.call]
             outs = "".join(f"{names[n]}, " for n in call.outs).rstrip(", ")
@@ -125,17 +135,54 @@ def stage_function(program: Program, stage: StageSlice, device: torch.device) ->
     return writer.compile(f"stage{stage.index}", ["call", "side", *parameters])
 
 
+def side_function(
+    program: Program, stage: StageSlice, values: Sequence[str], device: torch.device
+) -> CompiledFunction:
+    """Return `f(side, *batch) -> values`, which runs only the side ops that `values` need.
+
+    `side` is as in `stage_function`, `batch` are the stage's batch inputs.
+    """
+    writer = Writer(device)
+    names = _local_names(program, stage)
+    needed, _ = _side_closure(program, set(values))
+    side = [names[n] for n in (*stage.side_states, *stage.constants)]
+    if side:
+        writer.add(f"{', '.join(side)}{',' if len(side) == 1 else ''} = side")
+    for op in needed:
+        writer.op(_renamed(op, names))
+    writer.add(f"return ({''.join(names[n] + ', ' for n in values).rstrip()})")
+    parameters = [names[n] for n in stage.batch_inputs]
+    return writer.compile(f"side{stage.index}", ["side", *parameters])
+
+
+_RESERVED = ("torch", "aten", "device", "call", "side")
+
+
 def _local_names(program: Program, stage: StageSlice) -> dict[str, str]:
+    """Return a Python name for every value; none is that of an operator or of the function's own.
+
+    A value is often called like the operator that made it, `getitem` for one.
+    """
     values = [*stage.inputs, *stage.batch_inputs, *stage.side_states, *stage.constants]
     values += [op.name for op in stage.side_ops]
     values += [out for i in stage.calls for out in program.calls[i].outs]
+    taken = {*_RESERVED, *(re.sub(r"\W", "_", op.target_name) for op in stage.side_ops)}
     names: dict[str, str] = {}
-    for value in values:
+    for value in dict.fromkeys(values):
         name = re.sub(r"\W", "_", value)
-        while name in names.values() and names.get(value) != name:
+        while name in taken:
             name += "_"
-        names.setdefault(value, name)
+        taken.add(name)
+        names[value] = name
     return names
+
+
+def _renamed(op: Op, names: Mapping[str, str]) -> Op:
+    def rename(name: str) -> Ref:
+        return Ref(names[name])
+
+    args, kwargs = map_refs(op.args, rename), map_refs(dict(op.kwargs), rename)
+    return replace(op, name=names[op.name], args=args, kwargs=kwargs)
 
 
 def _items(program: Program, stage: StageSlice) -> list[_Item]:
@@ -209,10 +256,11 @@ def build_root(
     own_blocks = {program.calls[i].fqn for i in stage.calls}
     foreign = tuple(f"{fqn}." for fqn in block_fqns - own_blocks)
     read_anywhere = _read_anywhere(program)
+    wanted = read | tied
     for fqn in _state_fqns(model):
         is_optional = fqn in tied or (takes_unused and fqn not in read_anywhere)
         if fqn in read or (is_optional and not fqn.startswith(foreign)):
-            _place_state(root, fqn, model)
+            _place_state(root, fqn, model, wanted)
     root.train(model.training)
     return root
 
@@ -245,10 +293,15 @@ def _place_module(root: nn.Module, fqn: str, model: nn.Module) -> None:
     _container(root, parent, model)._modules[name] = model.get_submodule(fqn)
 
 
-def _place_state(root: nn.Module, fqn: str, model: nn.Module) -> None:
+def _place_state(root: nn.Module, fqn: str, model: nn.Module, wanted: set[str]) -> None:
+    """Put a state into the root: with its module, where the root wants all that the module has.
+
+    A leaf module may hold a tied weight of this stage and a bias that another stage trains.
+    """
     owner_fqn, _, name = fqn.rpartition(".")
     owner = model.get_submodule(owner_fqn)
-    if owner_fqn and not owner._modules:
+    own = {f"{owner_fqn}.{key}" for key in (*owner._parameters, *owner._buffers)}
+    if owner_fqn and not owner._modules and (own <= wanted or fqn not in wanted):
         parent, _, owner_name = owner_fqn.rpartition(".")
         _container(root, parent, model)._modules[owner_name] = owner
         return

@@ -121,9 +121,10 @@ class Timer:
         if op.kind == "view":
             return OpTime(forward_s=0.0, backward_s=0.0)
         if op.kind == "gemm" and op.gemm is not None and op.forward_flops > 0:
-            return self._gemm_time(op, _divided(op.gemm, gemm_dim, self.degree))
+            products = self._gemm_time(op, _divided(op.gemm, gemm_dim, self.degree))
+            return self._with_casts(products, op, split)
         if op.kind == "attention" and op.attention is not None:
-            return self._attention_time(op, split)
+            return self._with_casts(self._attention_time(op, split), op, split)
         kernel = op.target.split(".")[1] if op.target.startswith("aten.") else ""
         forward = self.memory_s(op.forward_bytes / split, kernel)
         backward = 0.0
@@ -132,6 +133,14 @@ class Timer:
             backward = self.memory_s(own, f"{kernel}_backward")
             backward += self.memory_s(op.accumulated_bytes / split)
         return OpTime(forward_s=forward, backward_s=backward)
+
+    def _with_casts(self, time: OpTime, op: OpTrace, split: int) -> OpTime:
+        """Add the copies that autocast makes of operands and gradients."""
+        return replace(
+            time,
+            forward_s=time.forward_s + self.memory_s(op.cast_bytes / split),
+            backward_s=time.backward_s + self.memory_s(op.backward_cast_bytes / split),
+        )
 
     def memory_s(self, nbytes: float, kernel: str = "") -> float:
         """Return the seconds of one memory-bound kernel."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ from autoplan.backends import Backend
 from autoplan.batches import LossFn
 from autoplan.capturer import capture
 from autoplan.custom_ops import custom_op
+from autoplan.dimensions import program_dimensions
 from autoplan.graph import (
     BlockTrace,
     CallTrace,
+    OpDimensions,
     OpTrace,
     ParameterTrace,
     SavedTensor,
@@ -47,6 +50,7 @@ def trace(
     loss_fn: LossFn | None = None,
     *,
     microbatch_size: int | None = None,
+    batch_dim: Any = 0,
     backend: Backend = "cpu",
     autocast: torch.dtype | None = None,
 ) -> Trace:
@@ -57,13 +61,21 @@ def trace(
         batch: example input; see `capture` for the forms.
         loss_fn: as for `capture`.
         microbatch_size: rows to trace; None takes the batch as it is.
+        batch_dim: as for `capture`.
         backend: device whose kept tensors are wanted; see `autoplan.backends`.
         autocast: as for `capture`.
 
     Raises:
         TraceError: the model cannot be captured; names the module, the line and the reason.
     """
-    program = capture(model, batch, loss_fn, microbatch_size=microbatch_size, autocast=autocast)
+    program = capture(
+        model,
+        batch,
+        loss_fn,
+        microbatch_size=microbatch_size,
+        batch_dim=batch_dim,
+        autocast=autocast,
+    )
     return trace_program(program, backend=backend, model_name=type(model).__name__)
 
 
@@ -81,7 +93,7 @@ def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str
     if backend not in ("cpu", "cuda"):
         raise ValueError(f"backend is {backend!r}: it must be 'cpu' or 'cuda'")
     made_by_calls = {out for call in program.calls for out in call.outs}
-    meter = OpMeter(backend)
+    meter = OpMeter(backend, is_autocast=program.autocast is not None)
     runs: dict[int, BlockRun] = {}
     with FakeTensorMode(), torch.enable_grad(), around_step(program.autocast):
         values = side_values(program)
@@ -93,8 +105,11 @@ def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str
                 runs[call.graph] = run_block(graph, inputs, backend, meter, call.fqn, buffers)
             values.update(zip(call.outs, runs[call.graph].outputs, strict=True))
         written = _written_storages(program, runs)
+        dimensions = program_dimensions(program)
         blocks = tuple(
-            _block_trace(program, index, runs[index], made_by_calls, written[index])
+            _block_trace(
+                program, index, runs[index], made_by_calls, written[index], dimensions[index]
+            )
             for index in range(len(program.graphs))
         )
         sizes = {name: _nbytes(value) for name, value in values.items()}
@@ -106,6 +121,7 @@ def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str
             _value_trace(name, meta, is_activation=False)
             for name, meta in zip(program.inputs, program.input_metas, strict=True)
         ),
+        batch_dims=program.batch_dims,
         blocks=blocks,
         calls=tuple(
             CallTrace(block=c.graph, fqn=c.fqn, args=c.args, outs=c.outs, states=c.states)
@@ -117,7 +133,7 @@ def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str
         num_parameters=num_parameters,
         num_trained=num_trained,
         backend=backend,
-        notes=_notes(program, runs.values(), blocks),
+        notes=_notes(program, runs.values(), blocks, backend),
         fingerprint=program.fingerprint,
         versions=_versions(),
     )
@@ -144,7 +160,12 @@ def _value_trace(name: str, meta: TensorMeta | None, *, is_activation: bool) -> 
 
 
 def _block_trace(
-    program: Program, index: int, run: BlockRun, made_by_calls: set[str], written: set[int]
+    program: Program,
+    index: int,
+    run: BlockRun,
+    made_by_calls: set[str],
+    written: set[int],
+    dimensions: Mapping[str, OpDimensions],
 ) -> BlockTrace:
     graph = program.graphs[index]
     call = next(call for call in program.calls if call.graph == index)
@@ -169,7 +190,9 @@ def _block_trace(
             )
             for state in graph.states
         ),
-        ops=_op_traces(graph, run, written),
+        ops=tuple(
+            replace(op, dimensions=dimensions[op.name]) for op in _op_traces(graph, run, written)
+        ),
         outputs=graph.outputs,
     )
 
@@ -221,6 +244,9 @@ def _op_trace(
             SavedTensor(value=run.owners.get(key, ""), nbytes=nbytes)
             for key, nbytes in run.saved[op.name].items()
         ),
+        casts=tuple(SavedTensor(value=n, nbytes=b) for n, b in run.casts.get(op.name, {}).items()),
+        cast_bytes=cost.cast_bytes,
+        backward_cast_bytes=cost.backward_cast_bytes,
         mark_bytes=cost.mark_bytes,
         may_mark=is_plain and is_float and cost.mark_bytes > 0,
         is_random=is_random(op),
@@ -308,7 +334,7 @@ def _count_parameters(program: Program) -> tuple[int, int]:
 
 
 def _notes(
-    program: Program, runs: Iterable[BlockRun], blocks: Sequence[BlockTrace]
+    program: Program, runs: Iterable[BlockRun], blocks: Sequence[BlockTrace], backend: Backend
 ) -> tuple[str, ...]:
     notes = list(program.notes)
     notes += [cost.note for run in runs for cost in run.costs.values() if cost.note]
@@ -323,9 +349,9 @@ def _notes(
         if not target.startswith(RECURRENT_PREFIXES) and target not in told
     ]
     notes += [
-        f"{target}: its kernel keeps a workspace that no trace sees; kept bytes hold an estimate"
+        f"{target}: cuDNN keeps a reserve of unknown size; counted is what the CPU's kernel keeps"
         for target in opaque
-        if target.startswith(RECURRENT_PREFIXES)
+        if target.startswith(RECURRENT_PREFIXES) and backend == "cuda"
     ]
     read = {program.aliases.get(fqn, fqn) for call in program.calls for fqn in call.states}
     unread = sorted(set(program.aliases.values()) - read)

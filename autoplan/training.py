@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoplan import codec
+from autoplan.batches import BatchDims
 from autoplan.meter import StorageMeter
 from autoplan.models import LoadedModel, load_model
 from autoplan.plan import Plan
@@ -60,18 +61,22 @@ def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
     return makers[name.lower()](parameters)
 
 
-def global_batch(batch: Any, rows: int, step: int) -> Any:
+def global_batch(batch: Any, rows: int, step: int, dims: BatchDims | None = None) -> Any:
     """Return a batch of `rows` rows of the form of `batch`; step 0 repeats its rows as they are.
 
     Later steps roll the rows and the tokens, so that steps differ and every rank makes the same.
+    `dims` tells the batch dimensions; None: dimension 0 of every tensor.
     """
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    told = iter(dims if dims else [0 if x.dim() else None for x in tensors])
 
     def grow(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+        if not isinstance(leaf, torch.Tensor) or (dim := next(told)) is None:
             return leaf
-        times = -(-rows // leaf.shape[0])
-        whole = torch.cat([leaf.roll(i, dims=-1) for i in range(times)])[:rows]
-        return whole.roll(step, dims=-1)
+        along = max((d for d in range(leaf.dim()) if d != dim), default=dim)
+        times = -(-rows // leaf.shape[dim])
+        whole = torch.cat([leaf.roll(i, dims=along) for i in range(times)], dim)
+        return whole.narrow(dim, 0, rows).roll(step, dims=along)
 
     return pytree.tree_map(grow, batch)
 
@@ -94,6 +99,7 @@ def train(
     model: nn.Module = loaded.model
     module = plan.parallelize(model, loaded.batch, loaded.loss_fn)
     batch, name = loaded.batch, plan.optimizer
+    dims = BatchDims(plan.batch_dims) if plan.batch_dims else None
     del model, loaded
     optimizer = make_optimizer(name, module.parameters())
     losses = []
@@ -101,7 +107,7 @@ def train(
     with meter:
         meter.baseline(module, optimizer)
         for step in range(steps):
-            whole = global_batch(batch, plan.global_batch_size, step)
+            whole = global_batch(batch, plan.global_batch_size, step, dims)
             share = module.shard_batch(whole)
             loss = float(module.train_step(share))
             optimizer.step()

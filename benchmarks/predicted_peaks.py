@@ -9,6 +9,7 @@ fullest rank; a reserve is neither planned nor measured.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
@@ -144,6 +145,7 @@ def measure(plans: Mapping[str, Plan]) -> dict[str, list[int]]:
 
 def main() -> None:
     """Plan, train, and print the table."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     plans = {case.name: make_plan(case) for case in CASES}
     measured = measure(plans)
     rows = [("plan", "stage", "predicted", "measured", "ratio")]

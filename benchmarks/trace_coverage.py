@@ -1,9 +1,10 @@
-"""Print what tracing makes of every architecture: `python -m benchmarks.trace_coverage`.
+"""Print what tracing makes of every architecture: `python benchmarks/trace_coverage.py`.
 
 Each architecture is traced in a process of its own. The default size, on the meta device, gives
 the seconds, the memory, the blocks and the FLOPs. The small size, with weights on the CPU, is also
 run for real: the FLOPs of its kernels and the bytes that autograd keeps are compared with the
-trace.
+trace. Kept bytes are compared with the captured program, which a planned module runs, and beside it
+with the model's own forward, which may compute in every layer what a plan computes once.
 """
 
 from __future__ import annotations
@@ -27,10 +28,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from autoplan.batches import reduce_loss, split_batch
+from autoplan.capturer import capture
 from autoplan.graph import Trace
-from autoplan.tracer import trace
+from autoplan.tracer import trace, trace_program
 from benchmarks.architectures import ARCHITECTURES, Example, build
+from benchmarks.kept_bytes import kept_by_trace, kept_tensors, run_captured, surplus
 
 __all__ = ["Row", "measure", "table"]
 
@@ -52,7 +57,10 @@ class Row:
         parameters_equal: whether that is what the model itself says.
         forward_flops, backward_flops: of the default size.
         forward_flops_error, backward_flops_error: of the small size, trace over kernels less one.
-        kept_bytes_error: of the small size, trace over autograd less one.
+        kept_bytes_error: of the small size, trace over autograd less one, both of what a planned
+            module runs: the captured program.
+        eager_kept_bytes_error: the same trace over autograd of the model's own forward.
+        eager_keeps: what that forward keeps and the captured program does not.
         small_error: why the small size could not be compared, or empty.
         seconds: CPU time of the trace of the default size.
         peak_rss_bytes: of the whole process until then.
@@ -71,6 +79,8 @@ class Row:
     forward_flops_error: float | None = None
     backward_flops_error: float | None = None
     kept_bytes_error: float | None = None
+    eager_kept_bytes_error: float | None = None
+    eager_keeps: tuple[str, ...] = ()
     small_error: str = ""
     seconds: float = 0.0
     peak_rss_bytes: int = 0
@@ -80,24 +90,6 @@ def flops_of(result: Trace) -> tuple[int, int]:
     """Return (forward, backward) floating-point operations of a whole trace."""
     ops = [op for call in result.calls for op in result.blocks[call.block].ops]
     return sum(op.forward_flops for op in ops), sum(op.backward_flops for op in ops)
-
-
-def kept_of(result: Trace) -> int:
-    """Return the bytes of all storages that a trace says autograd keeps, each once."""
-    kept: dict[object, int] = {}
-    owner: dict[str, object] = {}
-    for number, call in enumerate(result.calls):
-        block = result.blocks[call.block]
-        names = [value.name for value in block.inputs]
-        bound = {n: owner.get(arg, arg) for n, arg in zip(names, call.args, strict=True)}
-        storages = {op.name: op.storage for op in block.ops}
-        for op in block.ops:
-            for index, saved in enumerate(op.saved):
-                inside = (number, saved.value) if saved.value else (number, op.name, index)
-                kept[bound.get(saved.value, inside)] = saved.nbytes
-        for name, out in zip(block.outputs, call.outs, strict=True):
-            owner[out] = bound.get(storages[name], (number, storages[name]))
-    return sum(kept.values())
 
 
 def loss_of(example: Example) -> torch.Tensor:
@@ -142,26 +134,6 @@ def real_flops(example: Example) -> tuple[int, int]:
     return forward.get_total_flops(), backward.get_total_flops()
 
 
-def real_kept_bytes(example: Example) -> int:
-    """Return the bytes of all storages that autograd keeps in a real run, states left out."""
-    states = [*example.model.parameters(), *example.model.buffers()]
-    excluded = {tensor.untyped_storage()._cdata for tensor in states}
-    kept: dict[int, int] = {}
-    alive: list[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        alive.append(tensor)
-        storage = tensor.untyped_storage()
-        if storage._cdata not in excluded:
-            kept[storage._cdata] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = loss_of(example)
-    del loss
-    return sum(kept.values())
-
-
 def measure(name: str) -> Row:
     """Trace one architecture in this process and return its row."""
     example = build(name, "default")
@@ -198,26 +170,36 @@ def _errors(name: str) -> dict[str, Any]:
     """Return the relative errors of the small size, or why there are none."""
     try:
         example = build(name, "small")
-        result = trace(example.model, example.batch, example.loss_fn)
+        program = capture(example.model, example.batch, example.loss_fn)
+        result = trace_program(program, model_name=name)
         forward, backward = flops_of(result)
         for module in example.model.modules():
             config: Any = getattr(module, "config", None)
             if getattr(config, "use_cache", False):
                 config.use_cache = False
-        kept = real_kept_bytes(example)
+        model = example.model
+        planned = kept_tensors(model, lambda: run_captured(program, model, example.batch))
+        eager = kept_tensors(model, lambda: loss_of(example))
         real_forward, real_backward = real_flops(example)
     except Exception as error:
         return {"small_error": f"{type(error).__name__}: {error}".splitlines()[0]}
+    kept = sum(kept_by_trace(result))
     return {
         "forward_flops_error": forward / real_forward - 1,
         "backward_flops_error": backward / real_backward - 1,
-        "kept_bytes_error": kept_of(result) / kept - 1,
+        "kept_bytes_error": kept / _bytes_of(planned) - 1,
+        "eager_kept_bytes_error": kept / _bytes_of(eager) - 1,
+        "eager_keeps": surplus(eager, planned),
     }
+
+
+def _bytes_of(kept: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept)
 
 
 def _measure_apart(name: str) -> Row:
     """Return the row of an architecture that is measured in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.trace_coverage", "--one", name]
+    command = [sys.executable, str(Path(__file__).resolve()), "--one", name]
     paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     try:
@@ -235,8 +217,13 @@ def _measure_apart(name: str) -> Row:
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
         return Row(name=name, traced=False, reason=lines[-1] if lines else "the process died")
-    values = json.loads(done.stdout.strip().splitlines()[-1])
-    return Row(**{**values, "opaque": tuple(values["opaque"])})
+    values: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    lists = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+    return Row(**{**values, **lists})
+
+
+def _eager_remark(row: Row) -> str:
+    return f"eager keeps {', '.join(row.eager_keeps)} more" if row.eager_keeps else ""
 
 
 def _percent(value: float | None) -> str:
@@ -247,11 +234,11 @@ def table(rows: Sequence[Row]) -> str:
     """Return the rows as a table in Markdown."""
     lines = [
         "| model | traced | blocks | classes | parameters | forward FLOPs | error | "
-        "backward FLOPs | error | kept bytes error | s | RSS MiB | remark |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "backward FLOPs | error | kept bytes error | of eager | s | RSS MiB | remark |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        remark = row.reason or row.small_error
+        remark = row.reason or row.small_error or _eager_remark(row)
         if row.traced and not row.parameters_equal:
             remark = "; ".join(filter(None, ["not all parameters are read", remark]))
         cells = (
@@ -265,6 +252,7 @@ def table(rows: Sequence[Row]) -> str:
             f"{row.backward_flops:.4g}",
             _percent(row.backward_flops_error),
             _percent(row.kept_bytes_error),
+            _percent(row.eager_kept_bytes_error),
             f"{row.seconds:.1f}",
             row.peak_rss_bytes // 2**20,
             remark.replace("|", "/"),

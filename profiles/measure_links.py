@@ -21,7 +21,7 @@ from autoplan.profiles.tables import COLLECTIVES, Collective, CollectiveTable
 __all__ = ["measure_collectives"]
 
 SIZES_BYTES = (2**12, 2**16, 2**19, 2**22, 2**24, 2**26)
-START_UP_S = 60.0  # torchrun, importing torch in every process, rendezvous
+START_UP_S = 180.0  # torchrun, importing torch in every process, rendezvous; on a busy machine
 WARM_UP_CALLS = 5
 MIN_REPEATS, MAX_REPEATS = 3, 21
 SMALL_BYTES, SMALL_CALLS = 2**20, 5  # small calls in a row: ranks leave a barrier at other times

@@ -1,7 +1,8 @@
 """CP-SAT search over plain integers; never imports torch.
 
 problem      the three problems and their solutions: what callers build and read
-choice       level 1: options per op under a memory limit       frontier   its Pareto points
+frontier     level 1: Pareto points of one option per op        choice     one of them by CP-SAT
+elimination  level 1: its steps, where few values cross         labels     all Pareto points by them
 pipeline     level 2: cuts and options per block                partition, columns, stage: its parts
 mesh         level 3: best-first branch and bound over settings
 evaluate     the definitions: prices an answer, refuses a malformed problem

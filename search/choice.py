@@ -32,7 +32,15 @@ from autoplan.search.cp_sat import SolverOutcome, run_solver
 from autoplan.search.evaluate import choice_cost, verify_choice_problem
 from autoplan.search.problem import ChoiceProblem, ChoiceSolution, Consumer, Link, Status
 
-__all__ = ["minimize_memory", "solve_choice"]
+__all__ = [
+    "ChoiceModel",
+    "build_choice_model",
+    "minimize_built_memory",
+    "minimize_memory",
+    "prefer_small_indices",
+    "solve_built",
+    "solve_choice",
+]
 
 # Of the solver's own units (about a second): the most that breaking ties may cost.
 _TIE_DETERMINISTIC_LIMIT = 0.1
@@ -357,21 +365,48 @@ def _solution(
     problem: ChoiceProblem, options: tuple[int, ...], status: Status, bound: int
 ) -> ChoiceSolution:
     """Return the solution with smaller indices wherever they cost the same, priced again."""
-    options = _prefer_small_indices(problem, options)
+    options = prefer_small_indices(problem, options)
     cost = choice_cost(problem, options)
     assert cost is not None, "the programme chose options that do not go together"
     return ChoiceSolution(status=status, options=options, time=cost[0], bound=bound, memory=cost[1])
 
 
-def _prefer_small_indices(problem: ChoiceProblem, options: tuple[int, ...]) -> tuple[int, ...]:
+def prefer_small_indices(problem: ChoiceProblem, options: Sequence[int]) -> tuple[int, ...]:
     """Lower one option index at a time while neither time nor memory grows."""
     current = list(options)
-    best = choice_cost(problem, current)
-    assert best is not None
+    links: list[list[Link]] = [[] for _ in problem.ops]
+    for link in problem.links:
+        for op in {link.producer, *(consumer.op for consumer in link.consumers)}:
+            links[op].append(link)
     for op, chosen in enumerate(options):
+        if chosen == 0:
+            continue
+        best = _local_cost(problem, links[op], current, op)
+        assert best is not None, "the options do not go together"
         for index in range(chosen):
-            cost = choice_cost(problem, [*current[:op], index, *current[op + 1 :]])
+            current[op] = index
+            cost = _local_cost(problem, links[op], current, op)
             if cost is not None and cost[0] <= best[0] and cost[1] <= best[1]:
-                current[op], best = index, cost
                 break
+        else:
+            current[op] = chosen
     return tuple(current)
+
+
+def _local_cost(
+    problem: ChoiceProblem, links: Sequence[Link], options: Sequence[int], op: int
+) -> tuple[int, int] | None:
+    """Return (time, memory) of one op and its links, or None if it does not go with the others."""
+    option = problem.ops[op][options[op]]
+    if option.forbidden:
+        return None
+    time, memory = option.time, option.memory
+    for link in links:
+        row = link.transitions[problem.ops[link.producer][options[link.producer]].produces]
+        for state in {consumer.requires[options[consumer.op]] for consumer in link.consumers}:
+            cost = row[state]
+            if cost is None:
+                return None
+            time += cost[0]
+            memory += cost[1]
+    return time, memory

@@ -1,27 +1,51 @@
 """The Pareto frontier of level 1: from the fastest choice down to the one of least memory.
 
-Between two neighbouring points lies a rectangle in which further points may hide. The largest one
+Where few values cross any point of a block, all of its undominated points follow from the
+elimination of its ops (elimination.py, labels.py), and a sample of them is taken: between two
+neighbouring points of the sample lies a rectangle in which further points may hide. The largest one
 is split at half its memory, until there are enough points or every rectangle is empty:
 
     limit = (floor + upper.memory) // 2      floor: no point is known or possible at or below it
                                              that `lower` does not already stand for
-    new   = solve_choice(limit)              fastest, then least memory: on the frontier
+    new   = fastest(limit)                   fastest, then least memory: on the frontier
+
+A block that is too wide for that is solved by CP-SAT once per limit (choice.py).
 """
 
 from __future__ import annotations
 
 import time as clock
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from autoplan.search.choice import (
-    ChoiceModel,
     build_choice_model,
     minimize_built_memory,
+    prefer_small_indices,
     solve_built,
 )
+from autoplan.search.elimination import Elimination, Structure, eliminate, structure_of
+from autoplan.search.evaluate import verify_choice_problem
+from autoplan.search.labels import Label, TooManyLabelsError, cheapest, pareto, supported
 from autoplan.search.problem import ChoiceProblem, ChoiceSolution
 
-__all__ = ["choice_frontier"]
+__all__ = ["Eliminations", "choice_frontier", "fastest_choice", "whole_frontier"]
+
+_Fastest = Callable[[int, ChoiceSolution], ChoiceSolution | None]
+
+
+@dataclass(slots=True)
+class Eliminations:
+    """Steps by structure: problems that differ in costs only share them."""
+
+    _known: dict[Structure, Elimination | None] = field(default_factory=dict)
+
+    def of(self, problem: ChoiceProblem) -> Elimination | None:
+        """Return the steps of a problem, or None if it is too wide."""
+        structure = structure_of(problem)
+        if structure not in self._known:
+            self._known[structure] = eliminate(problem)
+        return self._known[structure]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,16 +63,78 @@ class _Gap:
         return height * (self.lower.time - self.upper.time)
 
 
+def fastest_choice(
+    problem: ChoiceProblem, *, time_limit_s: float, eliminations: Eliminations | None = None
+) -> ChoiceSolution:
+    """Return the fastest options; among equally fast ones, those of least memory.
+
+    Statuses are those of `solve_choice`, which is asked where a block is too wide.
+
+    Raises:
+        ValueError: if the problem is malformed.
+    """
+    verify_choice_problem(problem)
+    steps = (eliminations or Eliminations()).of(problem)
+    if steps is None:
+        return solve_built(
+            build_choice_model(problem), None, time_limit_s=time_limit_s, seed=0, hint=None
+        )
+    costs = steps.costs(problem)
+    label = cheapest(steps, costs, int(costs.memory.sum()) + 1, 1).label
+    if label is None:
+        return ChoiceSolution(status="infeasible", options=(), time=0, bound=0, memory=0)
+    return _proven(problem, label)
+
+
+def whole_frontier(
+    problem: ChoiceProblem, *, eliminations: Eliminations | None = None
+) -> tuple[ChoiceSolution, ...] | None:
+    """Return the frontier from the fastest point to the leanest, each point proven.
+
+    Where it has more points than can be enumerated, it is the supported ones: those that are
+    cheapest for some price of memory.
+
+    Returns:
+        The points; empty if no options go together, None if the block is too wide.
+
+    Raises:
+        ValueError: if the problem is malformed.
+    """
+    verify_choice_problem(problem)
+    steps = (eliminations or Eliminations()).of(problem)
+    if steps is None:
+        return None
+    costs = steps.costs(problem)
+    try:
+        labels = pareto(steps, costs)
+    except TooManyLabelsError:
+        labels = supported(steps, costs)
+    return tuple(_proven(problem, label, is_final=False) for label in labels)
+
+
+def _proven(problem: ChoiceProblem, label: Label, *, is_final: bool = True) -> ChoiceSolution:
+    options = prefer_small_indices(problem, label.options) if is_final else label.options
+    return ChoiceSolution(
+        status="optimal", options=options, time=label.time, bound=label.time, memory=label.memory
+    )
+
+
 def choice_frontier(
-    problem: ChoiceProblem, *, points: int, time_limit_s: float, seed: int = 0
+    problem: ChoiceProblem,
+    *,
+    points: int,
+    time_limit_s: float,
+    seed: int = 0,
+    eliminations: Eliminations | None = None,
 ) -> tuple[ChoiceSolution, ...]:
     """Return Pareto points by descending memory, from the fastest to the least memory.
 
     Args:
         problem: what to choose.
         points: most points wanted; at least 2 unless one point dominates all.
-        time_limit_s: wall-clock seconds for all solves together.
+        time_limit_s: wall-clock seconds for all calls of CP-SAT together.
         seed: of the solver.
+        eliminations: steps that are known from problems before this one.
 
     Returns:
         Solutions of which none dominates another. A point whose status is "feasible" was not
@@ -59,28 +145,40 @@ def choice_frontier(
     """
     if points < 1:
         raise ValueError(f"points is {points}: ask for at least 1")
-    deadline = clock.monotonic() + time_limit_s
-    built = build_choice_model(problem)
-    fastest = _solve(built, None, deadline, seed, None)
-    if fastest is None:
+    every = whole_frontier(problem, eliminations=eliminations)
+    if every is None:
+        return _frontier_by_cp_sat(problem, points, time_limit_s, seed)
+    if not every:
         return ()
-    leanest = minimize_built_memory(
-        built,
-        time_limit_s=max(deadline - clock.monotonic(), 0.0),
-        seed=seed,
-        hint=fastest.options,
+
+    def fastest(limit: int, start: ChoiceSolution) -> ChoiceSolution | None:
+        return next((point for point in every if point.memory <= limit), None)
+
+    chosen = _sample(every[0], every[-1], points, fastest, lambda: True)
+    return tuple(
+        _proven(problem, Label(time=p.time, memory=p.memory, options=p.options)) for p in chosen
     )
-    if points == 1 or not leanest.options:
+
+
+def _sample(
+    fastest: ChoiceSolution,
+    leanest: ChoiceSolution,
+    points: int,
+    solve: _Fastest,
+    may_go_on: Callable[[], bool],
+) -> tuple[ChoiceSolution, ...]:
+    """Split the largest rectangle between neighbours until there are enough points."""
+    if points == 1 or leanest.memory >= fastest.memory:
         return (fastest,)
-    found = [fastest, _with_time_bound(leanest)]
-    gaps = [_Gap(floor=leanest.memory, lower=found[1], upper=fastest)]
-    while len(found) < points and clock.monotonic() < deadline:
+    found = [fastest, leanest]
+    gaps = [_Gap(floor=leanest.memory, lower=leanest, upper=fastest)]
+    while len(found) < points and may_go_on():
         gap = max(gaps, key=lambda gap: gap.area)
         if gap.area <= 0:
             break
         gaps.remove(gap)
         limit = (gap.floor + gap.upper.memory) // 2
-        point = _solve(built, limit, deadline, seed, gap.lower)
+        point = solve(limit, gap.lower)
         if point is None or point.time >= gap.lower.time:
             gaps.append(_Gap(floor=limit, lower=gap.lower, upper=gap.upper))
             continue
@@ -90,22 +188,28 @@ def choice_frontier(
     return _undominated(found)
 
 
-def _solve(
-    built: ChoiceModel,
-    limit: int | None,
-    deadline: float,
-    seed: int,
-    start: ChoiceSolution | None,
-) -> ChoiceSolution | None:
-    """Return the fastest point under a limit, or None if there is none in time."""
-    solution = solve_built(
-        built,
-        limit,
-        time_limit_s=max(deadline - clock.monotonic(), 0.0),
-        seed=seed,
-        hint=None if start is None else start.options,
-    )
-    return solution if solution.options else None
+def _frontier_by_cp_sat(
+    problem: ChoiceProblem, points: int, time_limit_s: float, seed: int
+) -> tuple[ChoiceSolution, ...]:
+    """Return the frontier of a block that is too wide for elimination."""
+    deadline = clock.monotonic() + time_limit_s
+    built = build_choice_model(problem)
+
+    def left_s() -> float:
+        return max(deadline - clock.monotonic(), 0.0)
+
+    def solve(limit: int | None, start: ChoiceSolution | None) -> ChoiceSolution | None:
+        hint = None if start is None else start.options
+        solution = solve_built(built, limit, time_limit_s=left_s(), seed=seed, hint=hint)
+        return solution if solution.options else None
+
+    fastest = solve(None, None)
+    if fastest is None:
+        return ()
+    leanest = minimize_built_memory(built, time_limit_s=left_s(), seed=seed, hint=fastest.options)
+    if points == 1 or not leanest.options:
+        return (fastest,)
+    return _sample(fastest, _with_time_bound(leanest), points, solve, lambda: left_s() > 0)
 
 
 def _with_time_bound(leanest: ChoiceSolution) -> ChoiceSolution:
@@ -123,7 +227,7 @@ def _with_time_bound(leanest: ChoiceSolution) -> ChoiceSolution:
     )
 
 
-def _undominated(found: list[ChoiceSolution]) -> tuple[ChoiceSolution, ...]:
+def _undominated(found: Sequence[ChoiceSolution]) -> tuple[ChoiceSolution, ...]:
     """Return the points that no other equals or beats in both, by descending memory."""
     left: list[ChoiceSolution] = []
     for point in sorted(found, key=lambda point: (point.time, point.memory)):

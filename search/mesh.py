@@ -53,7 +53,8 @@ class Candidate:
         key: order of simplicity, unique; of equally fast settings the smaller key wins.
         lower_bound: ticks; no solution of the candidate is below it.
         solve: `(cutoff, time_limit_s)` -> solution, with the statuses of `solve_pipeline`.
-        refine: gives a tighter bound or a reason why the setting cannot be; called at most once.
+        refinements: each gives a tighter bound or a reason why the setting cannot be; cheap first,
+            each is called at most once.
         infeasible: reason why the setting cannot be, if that is known from the start.
         reason_without: what to say where `solve` finds no solution at all.
     """
@@ -62,7 +63,7 @@ class Candidate:
     key: _Key
     lower_bound: int
     solve: Callable[[int | None, float], PipelineSolution]
-    refine: Callable[[], Refinement] | None = None
+    refinements: tuple[Callable[[], Refinement], ...] = ()
     infeasible: str | None = None
     reason_without: str = "no cut and choice of options fits the memory"
 
@@ -78,7 +79,7 @@ class Outcome:
         objective: ticks of the candidate's own solution; None without one.
         bound: ticks; proven for this candidate.
         solution: the candidate's own solution; None without one.
-        wall_time_s: seconds spent in `refine` and `solve`.
+        wall_time_s: seconds spent in refinements and `solve`.
     """
 
     name: str
@@ -116,7 +117,7 @@ class MeshResult:
         bound: ticks; no candidate has a solution below it.
         outcomes: one per candidate, in the order given.
         is_interrupted: Ctrl-C or `should_stop` ended the search.
-        num_refined: calls of `refine`.
+        num_refined: calls of refinements.
         num_solved: calls of `solve`.
         wall_time_s: seconds of the whole search.
     """
@@ -151,7 +152,7 @@ class _Entry:
     candidate: Candidate
     bound: int
     slice_s: float
-    is_refined: bool = False
+    num_refined: int = 0
     is_settled: bool = False
     infeasible: str | None = None
     solution: PipelineSolution | None = None
@@ -217,7 +218,7 @@ class _MeshSearch:
             return
         started = clock.monotonic()
         try:
-            if entry.candidate.refine is not None and not entry.is_refined:
+            if entry.num_refined < len(entry.candidate.refinements):
                 self.refine(entry)
             else:
                 self.solve(entry, cutoff)
@@ -228,10 +229,9 @@ class _MeshSearch:
 
     def refine(self, entry: _Entry) -> None:
         """Tighten the bound of a candidate, or learn that it cannot be."""
-        assert entry.candidate.refine is not None
         self.num_refined += 1
-        refinement = entry.candidate.refine()
-        entry.is_refined = True
+        refinement = entry.candidate.refinements[entry.num_refined]()
+        entry.num_refined += 1
         entry.bound = max(entry.bound, refinement.bound)
         if refinement.infeasible is not None:
             entry.infeasible = refinement.infeasible

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from collections.abc import Mapping, Sequence
 
+from autoplan.graph import Placement, ShardOption
 from autoplan.plan import Layout
 from autoplan.program import BlockGraph, Program
-from autoplan.sharding import layout_parameters, shard_options
-from tests.test_lowering import _random_axes, megatron_axes
+from autoplan.sharding import layout_parameters, shard_options, transition
 
-__all__ = ["megatron", "scattered"]
+__all__ = [
+    "megatron",
+    "megatron_axes",
+    "prefer_axes",
+    "random_axes",
+    "scattered",
+    "shared_states",
+]
+
+Options = Mapping[str, tuple[ShardOption, ...]]
 
 
 def megatron(program: Program, degree: int) -> dict[str, Layout]:
@@ -31,14 +42,14 @@ def scattered(program: Program, degree: int, seed: int) -> dict[str, Layout]:
     layouts = {}
     for graph in program.graphs:
         options = shard_options(graph)
-        axes = _random_axes(graph, options, degree, seed)
+        axes = random_axes(graph, options, degree, seed)
         stored = layout_parameters(graph, options, axes)
-        stored |= dict.fromkeys(_shared(program, graph), "R")
+        stored |= dict.fromkeys(shared_states(program, graph), "R")
         layouts[graph.name] = Layout(block=graph.name, degree=degree, axes=axes, parameters=stored)
     return layouts
 
 
-def _shared(program: Program, graph: BlockGraph) -> list[str]:
+def shared_states(program: Program, graph: BlockGraph) -> list[str]:
     """Return the states of a graph that are one parameter with a state of another call."""
     calls = program.calls
     uses = Counter(f for call in calls for f in {program.aliases.get(s, s) for s in call.states})
@@ -49,3 +60,68 @@ def _shared(program: Program, graph: BlockGraph) -> list[str]:
         for state, fqn in zip(graph.states, call.states, strict=True)
         if uses[program.aliases.get(fqn, fqn)] > 1
     ]
+
+
+def random_axes(graph: BlockGraph, options: Options, degree: int, seed: int) -> dict[str, str]:
+    """Return any choice that is valid; views and sliced inputs tempt it to stay sliced."""
+    draw = random.Random(seed)
+    produced: dict[str, Placement] = {}
+    axes: dict[str, str] = {}
+
+    def is_valid(inputs: Sequence[str], option: ShardOption) -> bool:
+        if option.is_split and option.size % degree:
+            return False
+        needs = zip(inputs, option.inputs, strict=True)
+        whole = Placement(kind="replicate")
+        return all(transition(produced.get(v, whole), Placement.parse(text)) for v, text in needs)
+
+    for op in graph.ops:
+        valid = [o for o in options[op.name] if is_valid(op.inputs(), o)]
+        option = draw.choice(valid[1:] if len(valid) > 1 and draw.random() < 0.8 else valid)
+        axes[op.name] = option.axis
+        produced[op.name] = Placement.parse(option.output)
+    return axes
+
+
+def _prefer(graph: BlockGraph, options: Options, preferred: Sequence[str]) -> dict[str, str]:
+    """Return for every op the first of the preferred axes that it has."""
+    axes = {}
+    for op in graph.ops:
+        have = {option.axis for option in options[op.name]}
+        found = [axis for axis in preferred if axis in have]
+        if found:
+            axes[op.name] = found[0]
+    return axes
+
+
+def megatron_axes(graph: BlockGraph, options: Options) -> dict[str, str]:
+    """Return column and row parallel products: heads in attention, the inner width in the MLP."""
+    inner = {
+        option.axis
+        for op in graph.ops
+        for option in options[op.name]
+        if option.gemm_dim == "n" and option.axis not in ("features", "heads")
+        if any(o.axis == option.axis and o.gemm_dim == "k" for s in options.values() for o in s)
+    }
+    return _prefer(graph, options, ["heads", *sorted(inner)])
+
+
+def prefer_axes(graph: BlockGraph, options: Options, degree: int) -> dict[str, str]:
+    """Return Megatron's axes where the degree divides them and the placements can be made."""
+    wanted = megatron_axes(graph, options)
+    produced: dict[str, Placement] = {}
+    axes: dict[str, str] = {}
+    whole = Placement(kind="replicate")
+    for op in graph.ops:
+        axis = wanted.get(op.name, "whole")
+        option = next(o for o in options[op.name] if o.axis == axis)
+        needs = zip(op.inputs(), option.inputs, strict=True)
+        is_possible = not (option.is_split and option.size % degree) and all(
+            transition(produced.get(v, whole), Placement.parse(text)) for v, text in needs
+        )
+        if is_possible and axis != "whole":
+            axes[op.name] = axis
+        else:
+            option = options[op.name][0]
+        produced[op.name] = Placement.parse(option.output)
+    return axes

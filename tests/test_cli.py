@@ -14,8 +14,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from autoplan.cli import app, main, parse_pins
+from autoplan.cli import app, main
 from autoplan.plan import Plan
+from autoplan.planning_commands import parse_pins
 
 MODEL = """
 import torch
@@ -258,3 +259,15 @@ def test_command_line_works_as_a_process(model_file: str, tmp_path: Path) -> Non
     assert wrong.returncode == 2
     assert "Traceback" not in wrong.stderr
     assert wrong.stderr.startswith("autoplan: no setting is possible")
+
+
+def test_ctrl_c_before_the_first_plan_says_so(
+    autoplan: Any, model_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("autoplan.planner.search_settings", interrupted)
+    outcome = autoplan("plan", model_file, *SMALL)
+    assert outcome.code == 130
+    assert outcome.err.strip() == "autoplan: stopped before any plan that fits was found"

@@ -161,7 +161,10 @@ def test_another_world_size_is_refused_with_the_numbers() -> None:
 def test_a_batch_of_another_size_is_refused() -> None:
     plan = hand_plan(program_of("gpt"), "GPT", num_microbatches=3)
     (message,) = run_workers(_error, 1, "gpt", plan, ROWS)
-    assert "ValueError: this rank's batch has 2 rows in ['input_ids'], it must have 6" in message
+    assert (
+        "ValueError: this rank's batch has 2 rows in dimension 0 of ['input_ids'], it must have 6"
+        in message
+    )
 
 
 def _unlike(rank: int, plan: Plan) -> str:

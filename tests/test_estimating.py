@@ -9,7 +9,8 @@ import torch
 
 from autoplan.cluster import Cluster
 from autoplan.estimating import Estimate, estimate
-from autoplan.planner import make_planner, optimize
+from autoplan.optimizing import optimize
+from autoplan.planner import make_planner
 from autoplan.verifier import verify_plan
 from tests.models_for_tests import LinearChain, mean_square
 

@@ -12,7 +12,8 @@ import torch
 
 from autoplan.cluster import Cluster
 from autoplan.errors import InfeasibleError, SearchLimitError
-from autoplan.planner import Planner, find_plan, make_planner, optimize
+from autoplan.optimizing import find_plan, optimize
+from autoplan.planner import Planner, make_planner
 from autoplan.remedies import least_memory
 from autoplan.search.mesh import Progress
 from autoplan.units import format_bytes_up, parse_bytes
@@ -46,6 +47,7 @@ def test_message_states_need_capacity_category_and_remedies(gpu_error: Infeasibl
     assert "1x2:v100_sxm_32gb has 40.00 KiB" in text
     assert f"the largest part is {gpu_error.category} with " in text
     assert [f"remedy: {r}" for r in gpu_error.remedies] == text.splitlines()[1:]
+    assert "conflict" not in text, "nothing was pinned"
 
 
 def test_error_survives_the_broadcast_to_other_ranks(gpu_error: InfeasibleError) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -19,8 +18,9 @@ from autoplan.interpreter import run_graph
 from autoplan.lowering import dtensor_placement, fsdp_dim, lower
 from autoplan.program import BlockGraph
 from autoplan.sharded_ops import ShardedRandom, VocabularyCrossEntropy
-from autoplan.sharding import shard_options, transition
+from autoplan.sharding import shard_options
 from tests.distributed import run_workers
+from tests.layouts import megatron_axes, random_axes
 from tests.models import MODELS, VOCABULARY, blocks, blocks_of, gpt2
 
 Options = Mapping[str, tuple[ShardOption, ...]]
@@ -117,50 +117,6 @@ def _errors(
     return largest
 
 
-def _random_axes(graph: BlockGraph, options: Options, degree: int, seed: int) -> dict[str, str]:
-    """Return any choice that is valid; views and sliced inputs tempt it to stay sliced."""
-    draw = random.Random(seed)
-    produced: dict[str, Placement] = {}
-    axes: dict[str, str] = {}
-
-    def is_valid(inputs: Sequence[str], option: ShardOption) -> bool:
-        if option.is_split and option.size % degree:
-            return False
-        needs = zip(inputs, option.inputs, strict=True)
-        whole = Placement(kind="replicate")
-        return all(transition(produced.get(v, whole), Placement.parse(text)) for v, text in needs)
-
-    for op in graph.ops:
-        valid = [o for o in options[op.name] if is_valid(op.inputs(), o)]
-        option = draw.choice(valid[1:] if len(valid) > 1 and draw.random() < 0.8 else valid)
-        axes[op.name] = option.axis
-        produced[op.name] = Placement.parse(option.output)
-    return axes
-
-
-def _prefer(graph: BlockGraph, options: Options, preferred: Sequence[str]) -> dict[str, str]:
-    """Return for every op the first of the preferred axes that it has."""
-    axes = {}
-    for op in graph.ops:
-        have = {option.axis for option in options[op.name]}
-        found = [axis for axis in preferred if axis in have]
-        if found:
-            axes[op.name] = found[0]
-    return axes
-
-
-def megatron_axes(graph: BlockGraph, options: Options) -> dict[str, str]:
-    """Return column and row parallel products: heads in attention, the inner width in the MLP."""
-    inner = {
-        option.axis
-        for op in graph.ops
-        for option in options[op.name]
-        if option.gemm_dim == "n" and option.axis not in ("features", "heads")
-        if any(o.axis == option.axis and o.gemm_dim == "k" for s in options.values() for o in s)
-    }
-    return _prefer(graph, options, ["heads", *sorted(inner)])
-
-
 @pytest.mark.parametrize(("name", "degree"), [("llama", 4), ("gpt2", 2), ("gpt", 2)])
 def test_megatron_assignment_equals_the_whole_block(name: str, degree: int) -> None:
     graph = blocks_of(name)["block0"]
@@ -175,7 +131,7 @@ def test_megatron_assignment_equals_the_whole_block(name: str, degree: int) -> N
 def test_random_assignments_equal_the_whole_block(name: str, block: str) -> None:
     graph = blocks_of(name)[block]
     options = shard_options(graph)
-    choices = [_random_axes(graph, options, 2, seed) for seed in range(8)]
+    choices = [random_axes(graph, options, 2, seed) for seed in range(8)]
     errors = run_workers(_errors, 2, graph, options, choices)
     assert max(max(e) for e in errors) < TOLERANCE
 
@@ -183,7 +139,7 @@ def test_random_assignments_equal_the_whole_block(name: str, block: str) -> None
 def test_random_assignments_over_four_ranks_equal_the_whole_block() -> None:
     graph = blocks_of("llama")["block0"]
     options = shard_options(graph)
-    choices = [_random_axes(graph, options, 4, seed) for seed in range(8)]
+    choices = [random_axes(graph, options, 4, seed) for seed in range(8)]
     errors = run_workers(_errors, 4, graph, options, choices)
     assert max(max(e) for e in errors) < TOLERANCE
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from autoplan import codec
 from autoplan.errors import InfeasibleError
+from autoplan.optimizing import find_plan
 from autoplan.plan import Plan
-from autoplan.planner import find_plan
 from autoplan.settings import Setting
 from autoplan.simple import simple_strategies
 from autoplan.verifier import verify_plan

@@ -16,7 +16,6 @@ from autoplan.local import localize
 from autoplan.memory import GroupBytes, static_bytes
 from autoplan.nodes import NODES
 from autoplan.plan import Recompute
-from autoplan.schedules import actions
 from autoplan.settings import Optimizer, Setting
 from autoplan.step_costs import INTERFERENCE, exposed_s, pipeline_step_s
 from autoplan.tensor_layout import megatron_axes
@@ -118,19 +117,6 @@ def setting(pp: int, m: int, parts: int = 1) -> Setting:
         schedule="1f1b",
         virtual_stages=parts,
     )
-
-
-@pytest.mark.parametrize(("pp", "m", "parts"), [(2, 4, 1), (4, 8, 2), (3, 6, 3)])
-def test_every_rank_runs_each_forward_before_its_backward_and_each_once(
-    pp: int, m: int, parts: int
-) -> None:
-    for rank in range(pp):
-        done = actions(setting(pp, m, parts), rank)
-        assert len({str(a) for a in done}) == len(done) == 2 * m * parts
-        for action in done:
-            if action.kind == "B":
-                forward = next(a for a in done if str(a) == str(action).replace("B", "F"))
-                assert done.index(forward) < done.index(action)
 
 
 def test_interleaving_divides_the_bubble_by_the_virtual_stages() -> None:

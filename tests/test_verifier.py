@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from autoplan.cluster import Cluster
 from autoplan.errors import PlanError
 from autoplan.graph import Trace
+from autoplan.optimizing import find_plan
 from autoplan.plan import Layout, Plan, Recompute
-from autoplan.planner import Planner, find_plan
+from autoplan.planner import Planner
 from autoplan.verifier import check_plan, verify_plan
 from tests.small_traces import BodySpec, ChainSpec, planner_of, workload_of
 from tests.strategies import plans

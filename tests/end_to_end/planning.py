@@ -9,8 +9,9 @@ from typing import Any
 from autoplan.cluster import Cluster
 from autoplan.frontiers import Decision
 from autoplan.graph import Trace
+from autoplan.optimizing import find_plan
 from autoplan.plan import Plan, SearchRecord
-from autoplan.planner import Planner, find_plan, make_planner
+from autoplan.planner import Planner, make_planner
 from autoplan.settings import Setting
 from autoplan.simple import even_ends
 from tests.numerics import build, global_batch

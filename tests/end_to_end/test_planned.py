@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from autoplan.block_choice import may_keep
 from autoplan.errors import PlanError
 from autoplan.frontiers import Decision
-from autoplan.frontiers import _may_keep as may_keep
 from autoplan.layout_check import check_layouts
 from autoplan.local import axis_option
 from autoplan.plan import Plan, Recompute
@@ -18,9 +18,8 @@ from autoplan.settings import Setting
 from autoplan.sharding import shard_options
 from tests.distributed import run_workers
 from tests.end_to_end.planning import decided_plan, planned, planner_of
-from tests.layouts import megatron
+from tests.layouts import megatron, random_axes
 from tests.numerics import GRADIENT_TOLERANCE, check_plans, program_of
-from tests.test_lowering import _random_axes as random_axes
 
 TP = Setting(dp=1, tp=2, pp=1, zero_stage=0, microbatch_size=1, num_microbatches=2, schedule="none")
 

@@ -67,7 +67,9 @@ def test_transferred_numbers_say_so() -> None:
 
 
 def test_unknown_name_lists_what_exists_and_the_closest() -> None:
-    with pytest.raises(ProfileError, match=r"no profile named 'a1000'.*did you mean.*a100_sxm_80gb"):
+    with pytest.raises(
+        ProfileError, match=r"no profile named 'a1000'.*did you mean.*a100_sxm_80gb"
+    ):
         load_profile("a1000")
 
 

@@ -50,7 +50,7 @@ def candidate(
         key=(key,),
         lower_bound=bound,
         solve=solve or known_solver(objective),
-        refine=refine,
+        refinements=() if refine is None else (refine,),
         infeasible=infeasible,
     )
 

@@ -1,0 +1,331 @@
+"""A block class as a choice problem: one option per op, with what it costs in time and memory.
+
+Ops of the problem: first the block's inputs and states (one option per placement in which they may
+lie), then its ops (option of sharding, times keep or redo in a region), last a reader that takes
+every output whole. A link's states are the placements of its value; a partial result that is kept
+has a state of its own, since its reduction then runs once only. Memory is a sum here; what is
+chosen is walked exactly by `autoplan.liveness`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autoplan.graph import BlockTrace, OpTrace, ParameterTrace, Placement, ShardOption
+from autoplan.liveness import redone_ops
+from autoplan.local import localize
+from autoplan.plan import Recompute
+from autoplan.redistribution import transition
+from autoplan.search.problem import ChoiceOption, ChoiceProblem, ChoiceSolution, Consumer, Link
+from autoplan.times import OpTime, Timer
+
+__all__ = ["ChoiceModel", "Decision", "legal_options", "may_keep"]
+
+_TICK_S = 1e-9
+_STATIC_FACTOR = 4  # parameter, gradient and two moments; steers the choice only
+_MAX_UNITS = 2**22
+_KEPT_PARTIAL = "P!"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One way to run a block class: axes of its ops and what it recomputes.
+
+    The last three are priced but not searched: `estimate` sets them.
+
+    Attributes:
+        axes: op name to axis, for ops that are not whole.
+        recompute: what the whole block keeps.
+        inner: ops that alone run again in backward, from what enters them.
+        is_sequence_parallel: activations cross block borders as slices of tokens.
+        slices_shared: parameters that several calls share may be sliced.
+    """
+
+    axes: dict[str, str] = field(default_factory=dict)
+    recompute: Recompute = field(default_factory=lambda: Recompute(mode="none"))
+    inner: tuple[str, ...] = ()
+    is_sequence_parallel: bool = False
+    slices_shared: bool = False
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Return a hashable form."""
+        return (
+            tuple(sorted(self.axes.items())),
+            self.recompute.mode,
+            self.recompute.keep,
+            self.inner,
+            self.is_sequence_parallel,
+            self.slices_shared,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pick:
+    """What one option of one op of the problem stands for; `option` is None for a source."""
+
+    axis: str
+    keep: bool
+    option: ShardOption | None
+
+    @property
+    def produces(self) -> str:
+        """Return the placement of the result."""
+        if self.option is None:
+            return self.axis
+        return _KEPT_PARTIAL if self.option.output == "P" and self.keep else self.option.output
+
+
+class ChoiceModel:
+    """The problem of one class, degree and mode (with a recompute region or without).
+
+    Attributes:
+        problem: to be solved.
+    """
+
+    def __init__(
+        self, block: BlockTrace, timer: Timer, whole: frozenset[str], region: bool
+    ) -> None:
+        self.block = block
+        self.timer = timer
+        self.region = region
+        self.ops = {op.name: op for op in block.ops}
+        self.options = {op.name: legal_options(op, timer.degree, whole) for op in block.ops}
+        self.readers = _readers(block)
+        self.saved = {t.value for op in block.ops for t in op.saved if t.value}
+        self.bytes_of = {v.name: v.nbytes for v in block.inputs}
+        self.bytes_of |= {s.name: s.nbytes for s in block.states}
+        self.bytes_of |= {op.name: op.nbytes for op in block.ops}
+        self.names = list(self.bytes_of)
+        self.index = {name: index for index, name in enumerate(self.names)}
+        self.unit = max(1, self._total_bytes() // _MAX_UNITS)
+        self.read_as = {name: self._read_as(name) for name in self.names}
+        self.picks = self._all_picks(whole)
+        self.problem = self._build()
+
+    def read(self, solution: ChoiceSolution) -> Decision:
+        """Return the decision that a solution stands for."""
+        axes: dict[str, str] = {}
+        keep: list[str] = []
+        first = len(self.block.inputs) + len(self.block.states)
+        for op, index in zip(self.block.ops, solution.options[first:], strict=False):
+            pick = self.picks[op.name][index]
+            if pick.axis != "whole":
+                axes[op.name] = pick.axis
+            if pick.keep:
+                keep.append(op.name)
+        mode = "none" if not self.region else ("selective" if keep else "full")
+        return Decision(axes=axes, recompute=Recompute(mode=mode, keep=tuple(keep)))  # type: ignore[arg-type]
+
+    def _total_bytes(self) -> int:
+        saved = sum(t.nbytes for op in self.block.ops for t in op.saved)
+        marks = sum(op.mark_bytes for op in self.block.ops)
+        return saved + marks + _STATIC_FACTOR * sum(s.nbytes for s in self.block.states)
+
+    def _read_as(self, name: str) -> tuple[str, ...]:
+        """Return the placements in which a value is read."""
+        read = [
+            option.inputs[op.inputs.index(name)]
+            for op in self.readers.get(name, ())
+            for option in self.options[op.name]
+        ]
+        return tuple(dict.fromkeys(read))
+
+    def _all_picks(self, whole: frozenset[str]) -> dict[str, tuple[_Pick, ...]]:
+        picks: dict[str, tuple[_Pick, ...]] = {
+            v.name: (_Pick(axis="R", keep=False, option=None),) for v in self.block.inputs
+        }
+        for state in self.block.states:
+            picks[state.name] = tuple(
+                _Pick(axis=placement, keep=False, option=None)
+                for placement in ("R", *self._stored_as(state, whole))
+            )
+        for op in self.block.ops:
+            picks[op.name] = tuple(
+                _Pick(axis=option.axis, keep=keep, option=option)
+                for option in self.options[op.name]
+                for keep in ((False, True) if self.region and may_keep(op, option) else (False,))
+            )
+        return picks
+
+    def _stored_as(self, state: ParameterTrace, whole: frozenset[str]) -> list[str]:
+        """Return the shards in which a state may be stored."""
+        if state.name in whole or not state.is_parameter:
+            return []
+        stored = sorted(p for p in self.read_as[state.name] if p.startswith("S"))
+        if len(state.shape) == 1:
+            stored = [p for p in stored if Placement.parse(p).outer == 1]
+        return stored
+
+    def _build(self) -> ChoiceProblem:
+        redone = self._redone()
+        states = {name: self._value_states(name) for name in self.names}
+        ops: list[tuple[ChoiceOption, ...]] = []
+        for name in self.names:
+            if name in self.ops:
+                ops.append(self._op_options(self.ops[name], states[name], name in redone))
+            else:
+                ops.append(self._source_options(name, states[name]))
+        sink = len(ops)
+        ops.append((ChoiceOption(produces=0, time=0, memory=0),))
+        links = [self._link(name, states[name], sink) for name in self.names]
+        return ChoiceProblem(ops=tuple(ops), links=tuple(x for x in links if x is not None))
+
+    def _redone(self) -> set[str]:
+        if not self.region:
+            return set()
+        local = localize(self.block, {}, 1)
+        return {op.name for op in redone_ops(local, Recompute(mode="full"))}
+
+    def _value_states(self, name: str) -> dict[str, int]:
+        """Return the placements of a value, as made and as read, with their index."""
+        made = [pick.produces for pick in self.picks[name]]
+        read = (*self.read_as[name], *(("R",) if name in self.block.outputs else ()))
+        return {state: index for index, state in enumerate(dict.fromkeys((*made, *read)))}
+
+    def _source_options(self, name: str, states: dict[str, int]) -> tuple[ChoiceOption, ...]:
+        degree = self.timer.degree
+        is_counted = degree > 1 and any(s.name == name for s in self.block.states)
+        return tuple(
+            ChoiceOption(
+                produces=states[pick.produces],
+                time=0,
+                memory=self._units(
+                    _STATIC_FACTOR
+                    * is_counted
+                    * (self.bytes_of[name] // (degree if pick.axis.startswith("S") else 1))
+                ),
+            )
+            for pick in self.picks[name]
+        )
+
+    def _op_options(
+        self, op: OpTrace, states: dict[str, int], is_redone: bool
+    ) -> tuple[ChoiceOption, ...]:
+        found = []
+        for pick in self.picks[op.name]:
+            option = pick.option
+            assert option is not None, "an op has options"
+            time = self.timer.traced_time(op, option.gemm_dim, option.is_split)
+            seconds, nbytes = self._op_cost(op, option, pick.keep, time, is_redone)
+            found.append(
+                ChoiceOption(
+                    produces=states[pick.produces], time=_ticks(seconds), memory=self._units(nbytes)
+                )
+            )
+        return tuple(found)
+
+    def _op_cost(
+        self, op: OpTrace, option: ShardOption, keep: bool, time: OpTime, is_redone: bool
+    ) -> tuple[float, int]:
+        """Return seconds, redoing included, and bytes kept."""
+        degree = self.timer.degree
+        out_split = degree if option.output.startswith("S") else 1
+        if self.region:
+            redo_s = 0.0 if keep or not is_redone else time.forward_s
+            memory = op.mark_bytes // out_split if keep and option.output != "P" else 0
+            return time.total_s + redo_s, memory
+        split = degree if option.is_split else 1
+        inside = {"", *(cast.value for cast in op.casts)}
+        memory = sum(t.nbytes for t in op.saved if t.value in inside) // split
+        if op.name in self.saved and option.output != "P":
+            memory += op.nbytes // out_split
+        return time.total_s, memory
+
+    def _units(self, nbytes: int) -> int:
+        return -(-nbytes // self.unit)
+
+    def _link(self, name: str, states: dict[str, int], sink: int) -> Link | None:
+        consumers = []
+        for op in self.readers.get(name, ()):
+            position = op.inputs.index(name)
+            required = tuple(
+                states[pick.option.inputs[position]]
+                for pick in self.picks[op.name]
+                if pick.option is not None
+            )
+            consumers.append(Consumer(op=self.index[op.name], requires=required))
+        if name in self.block.outputs:
+            consumers.append(Consumer(op=sink, requires=(states["R"],)))
+        if not consumers:
+            return None
+        needs_grad = self._needs_grad(name)
+        rows = tuple(
+            tuple(self._transition(name, made, read, needs_grad) for read in states)
+            for made in states
+        )
+        return Link(producer=self.index[name], consumers=tuple(consumers), transitions=rows)
+
+    def _transition(
+        self, name: str, made: str, read: str, needs_grad: bool
+    ) -> tuple[int, int] | None:
+        if read == _KEPT_PARTIAL:
+            return (0, 0) if made == _KEPT_PARTIAL else None
+        moved = transition(Placement.parse(made.rstrip("!")), Placement.parse(read))
+        if moved is None or (made == _KEPT_PARTIAL and read == "P"):
+            return None
+        nbytes = self.bytes_of[name]
+        forward = self.timer.collective_s(moved[0], nbytes)
+        backward = self.timer.collective_s(moved[1], nbytes) if needs_grad else 0.0
+        local = nbytes // self.timer.degree if read.startswith("S") else nbytes
+        memory = 0
+        if self.region:
+            if made == _KEPT_PARTIAL:
+                memory = local
+            else:
+                forward *= 2
+        elif name in self.saved and (moved[0] == "all_gather" or made == "P" != read):
+            memory = local
+        return _ticks(forward + backward), self._units(memory)
+
+    def _needs_grad(self, name: str) -> bool:
+        if name in self.ops:
+            return self.ops[name].needs_grad
+        for value in self.block.inputs:
+            if value.name == name:
+                return value.is_activation and value.needs_grad
+        return next(s.is_trained for s in self.block.states if s.name == name)
+
+
+def legal_options(op: OpTrace, degree: int, whole: frozenset[str]) -> tuple[ShardOption, ...]:
+    """Return the ways to run an op at a degree that slice no state which must stay whole."""
+    options = op.options or (
+        ShardOption(
+            axis="whole", size=1, inputs=("R",) * len(op.inputs), output="R", is_split=False
+        ),
+    )
+    if degree == 1:
+        return options[:1]
+
+    def slices_whole(option: ShardOption) -> bool:
+        return any(
+            name in whole and placement.startswith("S")
+            for name, placement in zip(op.inputs, option.inputs, strict=True)
+        )
+
+    return tuple(
+        o
+        for o in options
+        if (o.axis in ("whole", "partial") or o.size % degree == 0) and not slices_whole(o)
+    )
+
+
+def may_keep(op: OpTrace, option: ShardOption) -> bool:
+    """Return whether a mark is legal: never on an op that is run as several local kernels.
+
+    The vocabulary-parallel embedding and loss save intermediate results, or reduce them in place.
+    """
+    is_many = op.kind != "gemm" and option.is_split and option.output in ("P", "R")
+    return op.may_mark and op.mark_bytes > 0 and not is_many
+
+
+def _ticks(seconds: float) -> int:
+    return -int(-seconds // _TICK_S)
+
+
+def _readers(block: BlockTrace) -> dict[str, list[OpTrace]]:
+    readers: dict[str, list[OpTrace]] = {}
+    for op in block.ops:
+        for name in op.inputs:
+            readers.setdefault(name, []).append(op)
+    return readers

@@ -1,0 +1,129 @@
+"""Bounds of a setting before it is solved, and reasons why it cannot be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autoplan.costs import TICK_S
+from autoplan.frontiers import fastest_ops_s
+from autoplan.graph import ParameterTrace, Placement, Trace
+from autoplan.layout_check import fsdp_can_slice
+from autoplan.search.mesh import Refinement
+from autoplan.settings import Setting
+from autoplan.units import format_bytes
+
+if TYPE_CHECKING:
+    from autoplan.planner import Planner
+
+__all__ = [
+    "blocks_bound",
+    "frontiers_bound",
+    "layout_reason",
+    "ops_bound",
+    "static_reason",
+    "strided_states",
+]
+
+_TWO_PIECES = Placement(kind="shard", dim=0, outer=2)
+
+
+def ops_bound(planner: Planner, setting: Setting) -> int:
+    """Return ticks below which no plan of the setting is: every op at its fastest."""
+    key = (setting.tp, setting.microbatch_size)
+    if key not in planner.ops_bounds:
+        pricer = planner.pricer(setting.microbatch_size)
+        timer = pricer.timer(setting.tp)
+        by_block = [fastest_ops_s(block, timer) for block in pricer.trace.blocks]
+        seconds = [by_block[call.block] for call in pricer.trace.calls]
+        planner.ops_bounds[key] = (sum(seconds), max(seconds))
+    return _bound(setting, *planner.ops_bounds[key])
+
+
+def _bound(setting: Setting, total: float, slowest: float) -> int:
+    """Return ticks below which no step is whose blocks take `total` and at most `slowest` s."""
+    m = setting.num_microbatches
+    return int((total + (m - 1) * max(slowest, total / setting.pp)) / TICK_S * (1 - 1e-9))
+
+
+def layout_reason(planner: Planner, setting: Setting) -> str | None:
+    """Return why FSDP cannot slice what tensor parallelism stores under a setting, or None."""
+    if setting.tp > 1 and setting.dp > 1 and setting.zero_stage > 0:
+        for state in strided_states(planner.smallest_trace()):
+            if not fsdp_can_slice(state.shape, _TWO_PIECES, setting.dp):
+                return f"FSDP over dp={setting.dp} cannot slice {state.fqn} beside tp"
+    return None
+
+
+def static_reason(planner: Planner, setting: Setting) -> str | None:
+    """Return why a setting cannot be, whatever is decided about its blocks, or None.
+
+    Parameters and optimizer state must fit, counted in shards that divide by every degree and
+    without activations; and the layout must be one that can be run.
+    """
+    trace = planner.smallest_trace()
+    unrunnable = layout_reason(planner, setting)
+    if unrunnable is not None:
+        return unrunnable
+    ratio = planner.workload.parameter_bytes_per_traced_byte
+    canonical = {fqn: group[0] for group in trace.shared for fqn in group}
+    sizes: dict[str, int] = {}
+    for call in trace.calls:
+        for state, fqn in zip(trace.blocks[call.block].states, call.states, strict=True):
+            factor = 1 + planner.workload.optimizer.state_bytes_per_byte * state.is_trained
+            sizes[canonical.get(fqn, fqn)] = int(state.nbytes * ratio * factor)
+    shards = setting.dp if setting.zero_stage >= 1 else 1
+    need = sum(sizes.values()) // (shards * setting.tp * setting.pp)
+    if need <= planner.cluster.capacity_bytes:
+        return None
+    return (
+        f"parameters and optimizer state alone need {format_bytes(need)} a device, it has "
+        f"{format_bytes(planner.cluster.capacity_bytes)}"
+    )
+
+
+def blocks_bound(planner: Planner, setting: Setting) -> Refinement:
+    """Return a bound from the fastest way to run each block alone, whatever memory it takes."""
+    pricer = planner.pricer(setting.microbatch_size)
+    seconds = [pricer.fastest_s(call.block, setting.tp) for call in pricer.trace.calls]
+    return Refinement(bound=_bound(setting, sum(seconds), max(seconds)))
+
+
+def frontiers_bound(planner: Planner, setting: Setting) -> Refinement:
+    """Return a bound from the decisions of each block under the setting, or why nothing fits."""
+    pricer = planner.pricer(setting.microbatch_size)
+    total, slowest, once, static = 0, 0, 0, 0
+    live = setting.live()[0]
+    for call, count in pricer.alike(setting):
+        block = pricer.trace.calls[call].block
+        decisions = pricer.decisions(block, setting.tp)
+        options = [pricer.option(call, d, setting, live) for d in decisions]
+        fastest = min(o.forward + o.backward for o in options)
+        total += count * fastest
+        slowest = max(slowest, fastest)
+        once += count * min(o.once for o in options)
+        static += count * min(o.static for o in options)
+    unit = pricer.memory_unit
+    capacity = planner.cluster.capacity_bytes // unit
+    if static > capacity * setting.pp:
+        need = static * unit // setting.pp
+        return Refinement(
+            infeasible=f"parameters, gradients and optimizer state alone need "
+            f"{format_bytes(need)} a device"
+        )
+    m = setting.num_microbatches
+    bound = total + (m - 1) * max(slowest, -(-total // setting.pp)) + -(-once // setting.pp)
+    return Refinement(bound=bound)
+
+
+def strided_states(trace: Trace) -> list[ParameterTrace]:
+    """Return matrices that some op can slice along dimension 0 in several pieces, once each."""
+    found: dict[tuple[str, tuple[int, ...]], ParameterTrace] = {}
+    for block in trace.blocks:
+        states = {s.name: s for s in block.states if s.is_parameter and len(s.shape) > 1}
+        for op in block.ops:
+            for option in op.options:
+                for name, text in zip(op.inputs, option.inputs, strict=False):
+                    placement = Placement.parse(text)
+                    if name in states and placement.dim == 0 and placement.outer > 1:
+                        found[states[name].fqn, states[name].shape] = states[name]
+    return list(found.values())

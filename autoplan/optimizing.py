@@ -1,0 +1,215 @@
+"""Find the fastest plan of a planning problem; under torchrun once, for every rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autoplan.bounds import layout_reason
+from autoplan.capturer import LossFn
+from autoplan.cluster import Cluster
+from autoplan.costs import TICK_S
+from autoplan.errors import AutoplanError, InfeasibleError, SearchLimitError
+from autoplan.limits import constraint_texts, make_limits
+from autoplan.plan import Plan, SearchRecord, Simpler
+from autoplan.planner import Planner, make_planner
+from autoplan.reasons import Question
+from autoplan.remedies import infeasible_error, least_memory
+from autoplan.search.mesh import MeshResult, Progress
+from autoplan.simple import Strategy, simple_strategies
+from autoplan.units import format_seconds
+
+__all__ = ["find_plan", "on_rank_zero", "optimize"]
+
+_BROADCAST_TIMEOUT_S = 1800.0
+
+
+def optimize(
+    model: nn.Module,
+    cluster: Cluster | str,
+    batch: Any = None,
+    *,
+    batch_dim: Any = 0,
+    global_batch_size: int | None = None,
+    optimizer: str | type[torch.optim.Optimizer] = "AdamW",
+    loss_fn: LossFn | None = None,
+    mixed_precision: str = "auto",
+    autocast: torch.dtype | None = None,
+    name: str | None = None,
+    time_limit_s: float = 120.0,
+    progress: Callable[[Progress], None] | None = None,
+    compare: bool = True,
+    within: Mapping[str, Sequence[int]] | None = None,
+    forbid: Mapping[str, Any] | None = None,
+    **pins: Any,
+) -> Plan:
+    """Return the fastest plan that fits, with its proof.
+
+    Args:
+        model: any module, on any device, `meta` too; it is left as it is.
+        cluster: the devices, or text such as `4x8:a100_sxm_80gb`.
+        batch: example input; may be left out where the model can say what its inputs are.
+        batch_dim: where the batch lies in it; see `autoplan.capturer.capture`.
+        global_batch_size: rows of a step over all devices; default: the rows of `batch`.
+        optimizer: class or name.
+        loss_fn: see `autoplan.capturer.capture`.
+        mixed_precision: `auto`: a bfloat16 model on GPUs has float32 master parameters; `none`: its
+            own dtype throughout; `bfloat16`.
+        autocast: `torch.bfloat16`: forward and recomputation run under `torch.autocast` to it, and
+            time and memory are those; parameters stay in their own dtype.
+        name: of the model in reports.
+        time_limit_s: after it, the best plan so far is returned with its gap.
+        progress: called as the search goes on.
+        compare: price simpler strategies beside the plan.
+        within: bounds of settings, both ends allowed: `{"tp": (1, 4)}`.
+        forbid: values that settings may not have: `{"tp": [8], "zero_stage": 3}`.
+        **pins: fixed settings: dp, tp, pp, zero_stage, microbatch_size, num_microbatches,
+            recompute.
+
+    Raises:
+        InfeasibleError: nothing fits; says the need, the capacity, the category and a remedy.
+        SearchLimitError: the time limit came before any plan.
+        TraceError, ValueError: the model or a setting is wrong.
+    """
+    planner = make_planner(
+        model,
+        cluster,
+        batch,
+        batch_dim=batch_dim,
+        global_batch_size=global_batch_size,
+        optimizer=optimizer,
+        loss_fn=loss_fn,
+        mixed_precision=mixed_precision,
+        autocast=autocast,
+        name=name,
+        pins=pins,
+        limits=make_limits(within, forbid),
+    )
+    return on_rank_zero(
+        lambda: find_plan(planner, time_limit_s, progress, compare),
+        attached=(planner.batch, loss_fn),
+    )
+
+
+def on_rank_zero(search: Callable[[], Plan], *, attached: Any) -> Plan:
+    """Return what `search` gives; under torchrun only rank 0 searches and the others receive it.
+
+    Raises:
+        AutoplanError: on every rank, what rank 0 raised.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not dist.is_initialized():
+        return search()
+    from autoplan.processes import ensure_process_group
+
+    if not dist.is_initialized():
+        ensure_process_group(None, _BROADCAST_TIMEOUT_S)
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [search().to_json(), None]
+        except (AutoplanError, ValueError) as error:
+            answer = [None, error]
+    dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise answer[1]
+    return replace(Plan.from_json(answer[0]), attached=attached)
+
+
+def find_plan(
+    planner: Planner,
+    time_limit_s: float = 120.0,
+    progress: Callable[[Progress], None] | None = None,
+    compare: bool = True,
+) -> Plan:
+    """Return the fastest plan of a planning problem; arguments and errors as in `optimize`.
+
+    The candidates are what the search found, the fastest simple strategy that fits on all devices,
+    and, where neither is there, the plan of least memory. Each is priced exactly.
+    """
+    result, settings = planner.search(time_limit_s=time_limit_s, progress=progress)
+    simpler = simple_strategies(planner) if compare else ()
+    rows = tuple(s.row for s in simpler)
+    record = _record(planner, result)
+    found: list[Plan] = []
+    if result.best_name is not None and result.solution is not None:
+        setting = settings[result.best_name]
+        ends, decisions = planner.decided(setting, result.solution)
+        found.append(planner.write(setting, ends, decisions, record, rows))
+    world = planner.cluster.world_size
+    rivals = [s for s in simpler if s.row.fits and s.obeys(planner.pins, planner.limits)]
+    for rival in sorted(rivals, key=lambda s: s.row.step_time_s):
+        if rival.setting.world_size == world and layout_reason(planner, rival.setting) is None:
+            found.append(
+                planner.write(
+                    rival.setting, rival.ends, rival.decisions, _record(planner, result), rows
+                )
+            )
+            break
+    if not found:
+        found.append(_last_resort(planner, result, rows))
+    best = min(found, key=lambda plan: plan.predicted.step_time_s * (1 - 1e-9 * (plan is found[0])))
+    return replace(_with_gap(best, rivals, world), question=Question.of(planner))
+
+
+def _last_resort(planner: Planner, result: MeshResult, rows: tuple[Simpler, ...]) -> Plan:
+    """Return the plan of least memory, where the search, whose memory is coarser, found none.
+
+    Raises:
+        InfeasibleError: even that one does not fit.
+        SearchLimitError: the search was not finished, and it does not fit.
+    """
+    least = least_memory(planner)
+    unrunnable = layout_reason(planner, least.setting)
+    if unrunnable is not None:
+        raise InfeasibleError(
+            f"no setting can be run: {unrunnable}; pin another tp or zero_stage=0"
+        )
+    if least.need_bytes <= planner.cluster.total_bytes:
+        record = _record(planner, result)
+        return planner.write(least.setting, least.ends, least.decisions, record, rows)
+    if result.status == "infeasible":
+        raise infeasible_error(planner, least)
+    raise SearchLimitError(
+        f"the search ended after {result.wall_time_s:.1f} s without a plan: raise time_limit_s "
+        "or pin a setting (tp, pp, microbatch_size)"
+    )
+
+
+def _with_gap(plan: Plan, rivals: Sequence[Strategy], world: int) -> Plan:
+    """Return the plan with the objective that it has exactly, and a note if fewer devices win."""
+    objective = plan.predicted.step_time_s
+    bound = min(plan.search.bound_s, objective)
+    is_proven = plan.search.status == "optimal" and bound > 0
+    gap = 0.0 if is_proven else (objective - bound) / objective
+    search = replace(plan.search, objective_s=objective, bound_s=bound, gap=gap)
+    notes = plan.notes
+    fewer = [s for s in rivals if s.setting.world_size < world]
+    best = min(fewer, key=lambda s: s.row.step_time_s, default=None)
+    if best is not None and best.row.step_time_s < objective:
+        notes += (
+            f"{best.row.name} alone would take {format_seconds(best.row.step_time_s)} a step, less "
+            f"than all {world} devices together: the model is small for this cluster",
+        )
+    return replace(plan, search=search, notes=notes)
+
+
+def _record(planner: Planner, result: MeshResult) -> SearchRecord:
+    """Return the record of a search; the objective becomes the plan's own in `_with_gap`."""
+    objective = (result.objective or 0) * TICK_S
+    kinds = ("best", "slower", "cut", "infeasible", "unexplored")
+    return SearchRecord(
+        status="optimal" if result.status == "optimal" else "feasible",
+        objective_s=objective,
+        bound_s=result.bound * TICK_S,
+        gap=result.gap or 0.0,
+        wall_time_s=result.wall_time_s,
+        settings={kind: result.count(kind) for kind in kinds},  # type: ignore[arg-type]
+        outcomes={o.name: f"{o.kind}: {o.reason}" for o in result.outcomes},
+        constraints=tuple(constraint_texts(planner.pins, planner.limits).values()),
+    )

@@ -1,0 +1,152 @@
+"""Simulate the step of a plan: its timeline, and the bytes of each rank over it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoplan.errors import PlanError
+from autoplan.memory import MemorySample, memory_samples
+from autoplan.plan import Plan
+from autoplan.schedules import Action, ActionLists, schedule_actions
+from autoplan.settings import Optimizer, Setting
+from autoplan.simulator import simulate_actions
+from autoplan.stage_costs import PlanCosts
+from autoplan.timeline import Interval, Timeline, step_function
+
+__all__ = ["simulate"]
+
+
+def simulate(plan: Plan, *, schedule: str | None = None, with_memory: bool = True) -> Timeline:
+    """Return the predicted timeline of one step of a plan; no device, no model, no torch.
+
+    Args:
+        plan: with the costs that planning wrote into it.
+        schedule: another schedule over the same stages, as a what-if: gpipe, 1f1b, interleaved,
+            zero_bubble. None: the plan's own.
+        with_memory: also follow each rank's bytes. A split backward counts what it keeps until its
+            weight gradients are made, which is an upper estimate.
+
+    Raises:
+        PlanError: the plan has no costs.
+        ValueError: the schedule is unknown or cannot run these stages.
+    """
+    costs = plan.costs
+    if costs is None:
+        raise PlanError(
+            "the plan carries no costs to simulate with: make it again with autoplan.optimize or "
+            "autoplan.estimate, which write them into it"
+        )
+    name = plan.schedule if schedule is None else schedule
+    num_chunks = len(costs.stages) // plan.mesh.pp
+    actions = schedule_actions(name, plan.mesh.pp, plan.num_microbatches, num_chunks)
+    titles = {s.index: tuple(b.fqn or b.block for b in s.blocks) for s in plan.stages}
+    found = simulate_actions(costs, actions, zero_stage=plan.zero_stage, titles=titles)
+    memory = _memory(plan, costs, name, actions, found) if with_memory else ()
+    return Timeline(
+        intervals=found.intervals,
+        num_ranks=found.num_ranks,
+        step_time_s=found.step_time_s,
+        memory=memory,
+        title=f"{plan.model}, {plan.mesh}, ZeRO stage {plan.zero_stage}, schedule {name}",
+    )
+
+
+def _memory(
+    plan: Plan, costs: PlanCosts, schedule: str, actions: ActionLists, timeline: Timeline
+) -> tuple[tuple[tuple[float, int], ...], ...]:
+    """Return per rank the bytes over time: the sum over its stages, and the reserve."""
+    intervals: dict[tuple[str, int], list[Interval]] = {}
+    for interval in timeline.intervals:
+        if interval.action:
+            intervals.setdefault((interval.action, interval.block), []).append(interval)
+    ends = [0.0] * timeline.num_ranks
+    for interval in timeline.intervals:
+        if interval.kind != "optimizer":
+            ends[interval.rank] = max(ends[interval.rank], interval.end_s)
+    curves = []
+    for rank, own in enumerate(actions):
+        changes: list[tuple[float, int]] = []
+        for stage in sorted({a.stage for a in own}):
+            walked = [a for a in own if a.stage == stage and a.kind != "I"]
+            samples = _samples(plan, costs, schedule, stage, walked)
+            changes += _changes(_placed(samples, walked, intervals, ends[rank]))
+        curves.append(_summed(changes, costs.reserve_bytes))
+    return tuple(curves)
+
+
+def _samples(
+    plan: Plan, costs: PlanCosts, schedule: str, stage: int, actions: Sequence[Action]
+) -> tuple[MemorySample, ...]:
+    own = costs.stages[stage]
+    # Torch's stage has a receive buffer per micro-batch under schedules that ours do not size.
+    known = schedule if schedule in ("none", "1f1b") else "gpipe"
+    return memory_samples(
+        [costs.blocks[name].bytes for name in own.blocks],
+        Setting(
+            dp=plan.mesh.dp,
+            tp=plan.mesh.tp,
+            pp=plan.mesh.pp,
+            zero_stage=plan.zero_stage,
+            microbatch_size=plan.microbatch_size,
+            num_microbatches=plan.num_microbatches,
+            schedule=known,  # type: ignore[arg-type]
+        ),
+        Optimizer(
+            name=plan.optimizer,
+            state_bytes_per_byte=costs.state_bytes_per_byte,
+            traffic_bytes_per_byte=0.0,
+            is_foreach=costs.is_foreach,
+        ),
+        ["F" if a.kind == "F" else "B" for a in actions],
+        stage=stage,
+        is_mixed=plan.mixed_precision != "none",
+        is_gloo=not costs.overlaps,
+        side_bytes=own.side_bytes,
+        input_bytes=own.input_bytes,
+        entering=own.entering_bytes,
+        leaving=own.leaving_bytes,
+    )
+
+
+def _placed(
+    samples: Sequence[MemorySample],
+    actions: Sequence[Action],
+    intervals: dict[tuple[str, int], list[Interval]],
+    end_s: float,
+) -> list[tuple[float, int]]:
+    """Return the samples of a stage with the seconds from which each holds."""
+    placed: list[tuple[float, int]] = []
+    after_s = 0.0
+    for sample in samples:
+        if sample.action == len(actions):
+            placed.append((end_s, sample.nbytes))
+        elif sample.block is None:
+            placed.append((after_s, sample.nbytes))
+        else:
+            run = intervals[str(actions[sample.action]), sample.block]
+            placed.append((run[0].start_s, sample.nbytes))
+            after_s = run[-1].end_s
+    return placed
+
+
+def _changes(placed: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
+    """Return (seconds, change in bytes) of a stage that starts with its first sample's bytes."""
+    curve = step_function([(0.0, placed[0][1]), *placed])
+    before = 0
+    changes = []
+    for seconds, nbytes in curve:
+        changes.append((seconds, nbytes - before))
+        before = nbytes
+    return changes
+
+
+def _summed(changes: Sequence[tuple[float, int]], start: int) -> tuple[tuple[float, int], ...]:
+    """Return the running sum of changes in order of time, one value an instant."""
+    by_time: dict[float, int] = {}
+    for seconds, change in changes:
+        by_time[seconds] = by_time.get(seconds, 0) + change
+    total, curve = start, []
+    for seconds in sorted(by_time):
+        total += by_time[seconds]
+        curve.append((seconds, total))
+    return tuple(curve)

@@ -1,0 +1,168 @@
+"""Level 2 of one setting: its pipeline problem, solved until what wins fits by the exact model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from autoplan.costs import TICK_S, Pricer
+from autoplan.frontiers import Decision
+from autoplan.search.evaluate import block_options, stage_costs
+from autoplan.search.pipeline import solve_pipeline
+from autoplan.search.problem import PipelineProblem, PipelineSolution, Run
+from autoplan.settings import Setting
+from autoplan.simple import even_ends
+
+if TYPE_CHECKING:
+    from autoplan.planner import Planner
+
+__all__ = ["pipeline_problem", "solve_setting"]
+
+_MAX_REPAIRS = 8
+
+
+def solve_setting(
+    planner: Planner, setting: Setting, cutoff: int | None, time_limit_s: float
+) -> PipelineSolution:
+    """Return the best cuts and options of a setting.
+
+    The linear memory of the problem is an upper estimate almost everywhere. So the stages first
+    get as much more as it exceeds the exact model by at the leanest options. Where the exact
+    model finds a stage above its capacity, the stage gets that much less and the problem is
+    solved again, so that what is returned fits exactly.
+    """
+    problem, per_call = pipeline_problem(planner, setting)
+    capacities = (_calibrated(planner, setting, problem, per_call), problem.capacity)
+    for capacity in dict.fromkeys(capacities):
+        start = replace(problem, capacity=capacity)
+        solution, is_first = _repaired(planner, setting, start, per_call, cutoff, time_limit_s)
+        if solution.options or is_first:
+            break
+    return solution
+
+
+def _repaired(
+    planner: Planner,
+    setting: Setting,
+    problem: PipelineProblem,
+    per_call: Sequence[Sequence[Decision]],
+    cutoff: int | None,
+    time_limit_s: float,
+) -> tuple[PipelineSolution, bool]:
+    """Return a solution that fits exactly, or one without options, and if that came at once."""
+    pricer = planner.pricer(setting.microbatch_size)
+    for attempt in range(_MAX_REPAIRS):
+        solution = solve_pipeline(problem, cutoff=cutoff, time_limit_s=time_limit_s)
+        if not solution.options:
+            return solution, attempt == 0
+        chosen = [d[o] for d, o in zip(per_call, solution.options, strict=True)]
+        price = pricer.plan_price(setting, solution.ends, chosen)
+        excess = [m.peak - planner.cluster.total_bytes for m in price.memory]
+        if max(excess) <= 0:
+            return solution, False
+        capacity = tuple(
+            c - max(0, -(-over // pricer.memory_unit))
+            for c, over in zip(problem.capacity, excess, strict=True)
+        )
+        problem = replace(problem, capacity=capacity)
+    none = PipelineSolution(
+        status="infeasible", ends=(), options=(), objective=0, bound=cutoff or 0
+    )
+    return none, False
+
+
+def _calibrated(
+    planner: Planner,
+    setting: Setting,
+    problem: PipelineProblem,
+    per_call: Sequence[Sequence[Decision]],
+) -> tuple[int, ...]:
+    """Return capacities that make the linear memory exact at the leanest options.
+
+    Measured on even cuts; a stage where the linear memory is too low keeps its capacity.
+    """
+    pricer = planner.pricer(setting.microbatch_size)
+    ends = even_ends(problem.num_blocks, setting.pp)
+    leanest = [
+        min(range(len(own)), key=lambda i: own[i].static + own[i].kept + own[i].working)
+        for own in block_options(problem)
+    ]
+    linear = [cost.memory for cost in stage_costs(problem, ends, leanest)]
+    chosen = [d[o] for d, o in zip(per_call, leanest, strict=True)]
+    price = pricer.plan_price(setting, ends, chosen)
+    reserve = planner.cluster.reserved_bytes
+    exact = [-(-(m.peak - reserve) // pricer.memory_unit) for m in price.memory]
+    return tuple(
+        capacity + max(0, have - need)
+        for capacity, have, need in zip(problem.capacity, linear, exact, strict=True)
+    )
+
+
+def pipeline_problem(
+    planner: Planner, setting: Setting
+) -> tuple[PipelineProblem, list[tuple[Decision, ...]]]:
+    """Return the pipeline problem of a setting, and the decisions of each of its calls."""
+    pricer = planner.pricer(setting.microbatch_size)
+    live = setting.live()
+    runs: list[Run] = []
+    per_call: list[tuple[Decision, ...]] = []
+    previous: Any = None
+    for call, trace_call in enumerate(pricer.trace.calls):
+        decisions = pricer.decisions(trace_call.block, setting.tp)
+        per_call.append(decisions)
+        is_last = call == len(pricer.trace.calls) - 1
+        options = tuple(
+            pricer.option(call, d, setting, live[-1] if is_last else live[0]) for d in decisions
+        )
+        key = (trace_call.block, options)
+        if runs and key == previous:
+            runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
+        else:
+            runs.append(Run(count=1, options=options))
+        previous = key
+    return _pipeline(planner, setting, pricer, tuple(runs), live), per_call
+
+
+def _pipeline(
+    planner: Planner, setting: Setting, pricer: Pricer, runs: tuple[Run, ...], live: tuple[int, ...]
+) -> PipelineProblem:
+    unit = pricer.memory_unit
+    num_calls = len(pricer.trace.calls)
+    crossing = max(pricer.trace.crossing_bytes, default=0) if setting.pp > 1 else 0
+    fastest = [pricer.decisions(c.block, setting.tp)[0] for c in pricer.trace.calls]
+    side = pricer.side_bytes(range(num_calls), fastest, setting.tp)
+    fixed, boundary = [], []
+    for stage in range(setting.pp):
+        neighbours = (stage > 0) + (stage < setting.pp - 1)
+        transfer = crossing * _transfer_copies(setting, stage, live[stage])
+        nbytes = side * live[stage] + pricer.batch_bytes(setting) + transfer
+        fixed.append(-(-nbytes // unit))
+        seconds = neighbours * _slowest_cut_s(setting, pricer) if neighbours else 0.0
+        boundary.append(-int(-seconds // TICK_S))
+    return PipelineProblem(
+        runs=runs,
+        num_microbatches=setting.num_microbatches,
+        live=live,
+        capacity=(planner.cluster.capacity_bytes // unit,) * setting.pp,
+        fixed=tuple(fixed),
+        boundary=tuple(boundary),
+    )
+
+
+def _slowest_cut_s(setting: Setting, pricer: Pricer) -> float:
+    cuts = range(1, len(pricer.trace.calls))
+    return max((pricer.boundary_s(setting, cut) for cut in cuts), default=0.0)
+
+
+def _transfer_copies(setting: Setting, stage: int, live: int) -> int:
+    """Return how many micro-batches' worth of activations lie at a stage's borders at most.
+
+    Receive buffers that are no kept activations, stage outputs until their backward, and the
+    gradient on its way back; see docs/design/memory-of-fsdp.md.
+    """
+    m = setting.num_microbatches
+    entering = (m if setting.schedule == "gpipe" else live) - live + 1 if stage > 0 else 0
+    gradients = m if setting.schedule == "gpipe" else min(2, m)
+    leaving = gradients + live if stage < setting.pp - 1 else 0
+    return entering + leaving

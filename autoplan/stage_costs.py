@@ -1,0 +1,158 @@
+"""What the blocks of a plan's stages cost, as plain numbers: seconds and bytes of one rank.
+
+This is what the simulator reads, and what a saved plan carries so that its step can be simulated
+again without the model. Every number is a prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = [
+    "BlockCosts",
+    "BlockMemory",
+    "BlockSeconds",
+    "GroupBytes",
+    "PlanCosts",
+    "StageBlock",
+    "StageCosts",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMemory:
+    """Bytes of one micro-batch in one block on one rank.
+
+    Attributes:
+        kept: held from forward to backward, activation inputs included, side inputs not.
+        side: names of the side inputs that are held too (one copy a stage).
+        output: bytes of the values that leave.
+        forward_peak: most bytes alive during forward, over what was there before the block; the
+            inputs are not counted, they were there.
+        backward_peak: most bytes alive during backward, this block's kept ones and the gradients of
+            its outputs included, parameter gradients too.
+        parameter_grads: bytes of parameter gradients that the backward makes.
+    """
+
+    kept: int
+    side: tuple[str, ...]
+    output: int
+    forward_peak: int
+    backward_peak: int
+    parameter_grads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupBytes:
+    """Parameter bytes of a block on one rank after tensor parallelism, before ZeRO.
+
+    Attributes:
+        stored: of the parameters in the dtype in which they are stored.
+        trained: of those that get a gradient.
+        gathered: in the dtype of the computation, as an unsharded copy holds them.
+        gathered_grads: gradients of the trained ones in the dtype of the computation.
+        largest: the largest stored parameter.
+    """
+
+    stored: int
+    trained: int
+    gathered: int
+    gathered_grads: int
+    largest: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBlock:
+    """A block in a stage: its activation bytes and its parameters.
+
+    Attributes:
+        memory: with parameter gradients held until the block's backward ends.
+        accumulating: with every parameter gradient added to one that exists and freed at once.
+        group: parameters of the block.
+        is_glue: its parameters belong to the stage's root group.
+        input_bytes: activation inputs of the block.
+    """
+
+    memory: BlockMemory
+    accumulating: BlockMemory
+    group: GroupBytes
+    is_glue: bool
+    input_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSeconds:
+    """Seconds of a block on one rank: of one micro-batch, of one collective, of one step.
+
+    Attributes:
+        forward, backward: arithmetic of one micro-batch, without recomputation.
+        weight_backward: the part of `backward` that a split backward leaves for later.
+        recompute: arithmetic of what runs again in backward.
+        forward_tensor_parallel, backward_tensor_parallel, recompute_tensor_parallel: its
+            tensor-parallel collectives.
+        gather: one all-gather of its parameters over the data-parallel ranks; 0 under ZeRO 0.
+        reduce: one reduction of its gradients over them.
+        optimizer: its part of the optimizer step.
+    """
+
+    forward: float
+    backward: float
+    weight_backward: float = 0.0
+    recompute: float = 0.0
+    forward_tensor_parallel: float = 0.0
+    backward_tensor_parallel: float = 0.0
+    recompute_tensor_parallel: float = 0.0
+    gather: float = 0.0
+    reduce: float = 0.0
+    optimizer: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCosts:
+    """A block as it was decided: its seconds and its bytes."""
+
+    seconds: BlockSeconds
+    bytes: StageBlock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCosts:
+    """A stage on one of its ranks.
+
+    Attributes:
+        blocks: names of its blocks in `PlanCosts.blocks`, in order.
+        send_s: seconds of sending one micro-batch's activations to the next stage, or as many
+            bytes of gradients back; 0 for the last.
+        side_bytes: side values that one micro-batch holds.
+        input_bytes: batch inputs of a step.
+        entering_bytes, leaving_bytes: activations of a micro-batch that cross its borders.
+    """
+
+    blocks: tuple[str, ...]
+    send_s: float = 0.0
+    side_bytes: int = 0
+    input_bytes: int = 0
+    entering_bytes: int = 0
+    leaving_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanCosts:
+    """All that a simulation of a plan needs beside its degrees and its schedule.
+
+    Attributes:
+        blocks: distinct blocks by name.
+        stages: in pipeline order.
+        overlaps: collectives run beside kernels on their own streams; on CPU they do not.
+        state_bytes_per_byte: optimizer state per byte of trained parameter.
+        is_foreach: the optimizer step holds a temporary as large as the parameters.
+        reserve_bytes: set aside on every device.
+    """
+
+    blocks: Mapping[str, BlockCosts]
+    stages: tuple[StageCosts, ...]
+    overlaps: bool
+    state_bytes_per_byte: float = 2.0
+    is_foreach: bool = False
+    reserve_bytes: int = 0

@@ -1,0 +1,95 @@
+"""Gather what a simulation of a decided plan needs: each block's seconds and bytes, once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoplan.costs import Pricer
+from autoplan.frontiers import Decision
+from autoplan.settings import Setting
+from autoplan.stage_costs import BlockCosts, BlockSeconds, PlanCosts, StageCosts
+from autoplan.times import overlaps_communication
+
+__all__ = ["plan_costs"]
+
+
+def plan_costs(
+    pricer: Pricer, setting: Setting, ends: Sequence[int], decisions: Sequence[Decision]
+) -> PlanCosts:
+    """Return the costs of a plan's stages.
+
+    Args:
+        pricer: of the plan's micro-batch size.
+        setting: degrees and sizes.
+        ends: per stage the index after its last call.
+        decisions: one per call.
+    """
+    names: dict[BlockCosts, str] = {}
+    starts = [0, *ends[:-1]]
+    stages = []
+    for stage, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        held: set[str] = set()
+        blocks = tuple(
+            _named(
+                names, _title(pricer, call), _block(pricer, setting, call, decisions[call], held)
+            )
+            for call in range(start, end)
+        )
+        entering, leaving = pricer.crossing(setting, stage, starts)
+        stages.append(
+            StageCosts(
+                blocks=blocks,
+                send_s=pricer.boundary_s(setting, end) if stage < setting.pp - 1 else 0.0,
+                side_bytes=pricer.side_bytes(range(start, end), decisions[start:end], setting.tp),
+                input_bytes=pricer.batch_bytes(setting),
+                entering_bytes=entering,
+                leaving_bytes=leaving,
+            )
+        )
+    optimizer = pricer.workload.optimizer
+    return PlanCosts(
+        blocks={name: block for block, name in names.items()},
+        stages=tuple(stages),
+        overlaps=overlaps_communication(pricer.cluster),
+        state_bytes_per_byte=optimizer.state_bytes_per_byte,
+        is_foreach=optimizer.is_foreach,
+        reserve_bytes=pricer.cluster.reserved_bytes,
+    )
+
+
+def _title(pricer: Pricer, call: int) -> str:
+    return pricer.trace.blocks[pricer.trace.calls[call].block].name
+
+
+def _block(
+    pricer: Pricer, setting: Setting, call: int, decision: Decision, held: set[str]
+) -> BlockCosts:
+    base = pricer.base(pricer.trace.calls[call].block, decision, setting.tp)
+    gather_s, reduce_s = pricer.zero_seconds(pricer.group(call, decision, setting, set()), setting)
+    return BlockCosts(
+        seconds=BlockSeconds(
+            forward=base.compute_forward_s,
+            backward=base.compute_backward_s,
+            weight_backward=base.weight_backward_s,
+            recompute=base.redo_s - base.redo_comm_s,
+            forward_tensor_parallel=base.comm_forward_s,
+            backward_tensor_parallel=base.comm_backward_s,
+            recompute_tensor_parallel=base.redo_comm_s,
+            gather=gather_s,
+            reduce=reduce_s,
+            optimizer=pricer.price(call, decision, setting).once_by_category["optimizer"],
+        ),
+        bytes=pricer.stage_block(call, decision, setting, held),
+    )
+
+
+def _named(names: dict[BlockCosts, str], base: str, block: BlockCosts) -> str:
+    """Return the name of a block, giving a new one its class's name and a number."""
+    if block not in names:
+        taken = set(names.values())
+        number, name = 0, base
+        while name in taken:
+            number += 1
+            name = f"{base}.{number}"
+        names[block] = name
+    return names[block]

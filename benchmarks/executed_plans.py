@@ -1,0 +1,463 @@
+"""How near predicted step times and peaks are to executed ones, over all ways to run two models.
+
+    python benchmarks/executed_plans.py [--json FILE] [--budget SECONDS] [--only TEXT]
+
+A small GPT and a small CNN are trained under every plan of a grid on 1, 2 and 4 gloo processes of
+this machine. First the machine is profiled, as `autoplan profile` does, by as many processes at
+once as will train: on fewer cores than processes each is slower, and so is its profile. Then every
+plan is priced, executed and measured: two steps under a meter of live tensor bytes, then steps
+without it for the time. Before each timed step all ranks run a yardstick, a fixed load that the
+profiling ran too: a step counts in yardsticks, so that what else the machine has to do cancels out
+as far as it slows both alike. Ratios are predicted / measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import autoplan
+from autoplan import codec
+from autoplan.launcher import launch
+from autoplan.meter import StorageMeter
+from autoplan.models import LoadedModel
+from autoplan.plan import Plan
+from autoplan.processes import run_worker
+from autoplan.profiles import DeviceProfile, load_profile, save_profile
+from autoplan.profiles.measure import measure_device
+from autoplan.report import table
+from autoplan.training import global_batch, make_optimizer
+from autoplan.units import format_bytes, format_seconds
+from examples.gpt import GPT, GPTConfig, batch_like, loss_fn
+
+__all__ = ["CNN", "Case", "Measured", "Row", "cases", "rank_correlation", "rows_of", "summary"]
+
+ROWS = 8
+METERED_STEPS, TIMED_STEPS = 2, 4
+YARDSTICK_PRODUCTS, YARDSTICK_SIZE = 12, 384  # about 30 ms of one idle core
+GPT_CONFIG = GPTConfig(vocab_size=512, max_tokens=128, num_layers=4, num_heads=4, width=192)
+MODELS = ("gpt", "cnn")
+
+
+class _Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm1 = nn.GroupNorm(4, width)
+        self.second = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm2 = nn.GroupNorm(4, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.norm2(self.second(F.relu(self.norm1(self.first(x)))))
+        return F.relu(x + inner)
+
+
+class CNN(nn.Module):
+    """Residual convolutions over small images, classified; the loss is the caller's."""
+
+    def __init__(self, width: int = 48, depth: int = 6, classes: int = 10) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.blocks = nn.ModuleList(_Residual(width) for _ in range(depth))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        x = self.stem(image)
+        for block in self.blocks:
+            x = block(x)
+        classes: torch.Tensor = self.head(x.mean(dim=(2, 3)))
+        return classes
+
+
+def _entropy(output: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output, torch.zeros(output.shape[0], dtype=torch.long))
+
+
+def load(name: str) -> LoadedModel:
+    """Return a model of the benchmark with its weights and a batch."""
+    torch.manual_seed(0)
+    if name == "gpt":
+        batch: Any = batch_like(GPT_CONFIG, ROWS, GPT_CONFIG.max_tokens)
+        return LoadedModel(model=GPT(GPT_CONFIG), batch=batch, loss_fn=loss_fn, name="GPT")
+    return LoadedModel(
+        model=CNN(), batch=torch.randn(ROWS, 3, 24, 24), loss_fn=_entropy, name="CNN"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One way to run one model.
+
+    Attributes:
+        model: `gpt` or `cnn`.
+        world_size: processes.
+        options: of `autoplan.estimate`.
+    """
+
+    model: str
+    world_size: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Return the row's name."""
+        parts = " ".join(f"{_SHORT.get(k, k)}={v}" for k, v in self.options.items())
+        return f"{self.model} x{self.world_size} {parts}"
+
+
+_SHORT = {"zero_stage": "zero", "microbatch_size": "mbs"}
+
+
+def cases() -> tuple[Case, ...]:
+    """Return every plan of the grid: degrees, ZeRO stages, micro-batches, recompute.
+
+    Data-parallel ranks take equal shares of 8 rows, in one or several micro-batches; a pipeline has
+    at least as many micro-batches as stages. The CNN has no tensor parallelism.
+    """
+    found = []
+    for model in MODELS:
+        for world in (1, 2, 4):
+            for dp, tp, pp in _meshes(world, 1 if model == "cnn" else world):
+                rows = ROWS // dp
+                sizes = [s for s in (rows, rows // 2, 1) if s >= 1 and rows // s >= pp]
+                for size in dict.fromkeys((sizes[0], sizes[-1])):
+                    for zero in (0, 1, 2, 3) if dp > 1 else (0,):
+                        for recompute in ("none", "full"):
+                            # recompute changes a stage alike under each ZeRO stage: not all twice
+                            if recompute == "full" and (zero in (1, 2) or size != sizes[0]):
+                                continue
+                            options: dict[str, Any] = {
+                                "dp": dp,
+                                "tp": tp,
+                                "pp": pp,
+                                "zero_stage": zero,
+                            }
+                            options |= {"microbatch_size": size, "recompute": recompute}
+                            found.append(Case(model=model, world_size=world, options=options))
+    return tuple(found)
+
+
+def _meshes(world: int, most_tp: int) -> Iterator[tuple[int, int, int]]:
+    for dp in (1, 2, 4):
+        for tp in (1, 2, 4):
+            if world % (dp * tp) == 0 and tp <= most_tp:
+                yield dp, tp, world // (dp * tp)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What one rank measured.
+
+    Attributes:
+        step_time_s: median seconds of a step.
+        step_yardsticks: median of a step's seconds over those of the yardstick before it.
+        peak_bytes: most bytes of live tensors.
+    """
+
+    step_time_s: float
+    step_yardsticks: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A case with predictions and measurements.
+
+    Attributes:
+        predicted_s, simulated_s: seconds of a step by the search's formula, and simulated.
+        measured_s: of the slowest rank, with the machine as busy as when it was profiled.
+        clock_s: as the clock saw it.
+        predicted_bytes, measured_bytes: peak of each stage's fullest rank.
+    """
+
+    name: str
+    model: str
+    world_size: int
+    predicted_s: float
+    simulated_s: float
+    measured_s: float
+    clock_s: float
+    predicted_bytes: tuple[int, ...]
+    measured_bytes: tuple[int, ...]
+
+
+def make_plan(case: Case, profile: DeviceProfile) -> Plan:
+    """Return the priced plan of a case on processes with this profile."""
+    cluster = autoplan.Cluster.from_device(profile, gpus_per_node=case.world_size)
+    loaded = load(case.model)
+    return autoplan.estimate(
+        loaded.model,
+        cluster.with_memory("4GiB", reserve_bytes=0),
+        loaded.batch,
+        loss_fn=loaded.loss_fn,
+        name=case.model,
+        **case.options,
+    ).plan
+
+
+def execute(plan: Plan) -> Measured:
+    """Train a plan on this rank: some steps under a meter, then some for the time."""
+    loaded = load(plan.model)
+    module = plan.parallelize(loaded.model, loaded.batch, loaded.loss_fn)
+    optimizer = make_optimizer(plan.optimizer, module.parameters())
+    share = module.shard_batch(global_batch(loaded.batch, plan.global_batch_size, 0))
+
+    def step() -> None:
+        module.train_step(share)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    with StorageMeter() as meter:
+        meter.baseline(module, optimizer)
+        for _ in range(METERED_STEPS):
+            step()
+    seconds, ratios = [], []
+    for _ in range(TIMED_STEPS):
+        dist.barrier()
+        yardstick_s = _yardstick_s()
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+        ratios.append(seconds[-1] / yardstick_s)
+    return Measured(
+        step_time_s=statistics.median(seconds),
+        step_yardsticks=statistics.median(ratios),
+        peak_bytes=meter.peak_bytes,
+    )
+
+
+def _yardstick_s() -> float:
+    """Return the seconds of a fixed load now."""
+    square = torch.ones(YARDSTICK_SIZE, YARDSTICK_SIZE)
+    start = time.perf_counter()
+    for _ in range(YARDSTICK_PRODUCTS):
+        torch.mm(square, square)
+    return time.perf_counter() - start
+
+
+def _work(folder: Path) -> None:
+    """Execute every plan in a folder on this rank and write what was measured beside it."""
+    for path in sorted(folder.glob("*.plan")):
+        result = execute(Plan.load(path))
+        path.with_suffix(f".{os.environ['RANK']}").write_text(codec.dumps(result))
+
+
+def _measure(out: Path, budget_s: float) -> None:
+    """Profile this process's share of the machine while the other ranks do the same."""
+    if os.environ["WORLD_SIZE"] != "1":
+        dist.init_process_group("gloo")
+        dist.barrier()
+    seconds: list[float] = []
+
+    def measured(message: str, fraction: float) -> None:
+        seconds.append(_yardstick_s())
+
+    torch.set_num_threads(1)
+    profile = measure_device("cpu", budget_s=budget_s, with_links=False, progress=measured)
+    if os.environ["RANK"] == "0":
+        save_profile(profile, out)
+        out.with_suffix(".yardstick").write_text(str(statistics.median(seconds)))
+
+
+def profiles(
+    budget_s: float, worlds: Sequence[int]
+) -> tuple[dict[int, DeviceProfile], dict[int, float]]:
+    """Return per number of processes the profile of this machine, measured by as many at once.
+
+    Also the seconds of the yardstick meanwhile.
+    """
+    links = measure_device("cpu", budget_s=budget_s).intra
+    assert links is not None, "collectives were measured"
+    found, yardsticks = {}, {}
+    with tempfile.TemporaryDirectory() as text:
+        for world in worlds:
+            out = Path(text) / f"{world}.json"
+            arguments = [__file__, "--measure", str(out), "--budget", str(budget_s)]
+            launch(arguments, world, timeout_s=120 + 6 * budget_s, echo=False)
+            found[world] = replace(load_profile(str(out)), intra=links)
+            yardsticks[world] = float(out.with_suffix(".yardstick").read_text())
+    return found, yardsticks
+
+
+def run(plans: Mapping[str, Plan]) -> dict[str, list[Measured]]:
+    """Return per name what each rank measured; one launch per number of processes."""
+    found: dict[str, list[Measured]] = {}
+    for world in sorted({plan.mesh.world_size for plan in plans.values()}):
+        with tempfile.TemporaryDirectory() as text:
+            folder = Path(text)
+            mine = [name for name, plan in plans.items() if plan.mesh.world_size == world]
+            for number, name in enumerate(mine):
+                plans[name].save(folder / f"{number:03d}.plan")
+            launch([__file__, "--worker", text], world, timeout_s=1800, echo=False)
+            for number, name in enumerate(mine):
+                files = [folder / f"{number:03d}.{rank}" for rank in range(world)]
+                found[name] = [codec.loads(Measured, file.read_text()) for file in files]
+    return found
+
+
+def rows_of(
+    listed: Sequence[Case],
+    plans: Mapping[str, Plan],
+    measured: Mapping[str, Sequence[Measured]],
+    yardsticks: Mapping[int, float],
+) -> list[Row]:
+    """Return one row per case; the step is that of the slowest rank."""
+    rows = []
+    for case in listed:
+        plan, ranks = plans[case.name], measured[case.name]
+        per_stage = plan.mesh.dp * plan.mesh.tp
+        rows.append(
+            Row(
+                name=case.name,
+                model=case.model,
+                world_size=case.world_size,
+                predicted_s=plan.predicted.step_time_s,
+                simulated_s=plan.timeline().step_time_s,
+                measured_s=max(r.step_yardsticks for r in ranks) * yardsticks[case.world_size],
+                clock_s=max(rank.step_time_s for rank in ranks),
+                predicted_bytes=plan.predicted.peak_memory_bytes,
+                measured_bytes=tuple(
+                    max(r.peak_bytes for r in ranks[s * per_stage : (s + 1) * per_stage])
+                    for s in range(plan.mesh.pp)
+                ),
+            )
+        )
+    return rows
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return Spearman's coefficient: the correlation of ranks, equal values sharing theirs."""
+    return statistics.correlation(_ranks(first), _ranks(second))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    below = [sum(other < value for other in values) for value in values]
+    equal = [sum(other == value for other in values) for value in values]
+    return [b + (e - 1) / 2 for b, e in zip(below, equal, strict=True)]
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the numbers that are claimed, over all rows and by model and processes."""
+    groups = {"all": list(rows)}
+    for row in rows:
+        groups.setdefault(row.model, []).append(row)
+        groups.setdefault(f"{row.model} x{row.world_size}", []).append(row)
+    return {name: _summary(group) for name, group in groups.items()}
+
+
+def _summary(rows: Sequence[Row]) -> dict[str, Any]:
+    measured = [row.measured_s for row in rows]
+    simulated = [row.simulated_s for row in rows]
+    ratios = [
+        p / m for row in rows for p, m in zip(row.predicted_bytes, row.measured_bytes, strict=True)
+    ]
+    errors = [abs(s / m - 1) for s, m in zip(simulated, measured, strict=True)]
+    return {
+        "plans": len(rows),
+        "time_rank_correlation": rank_correlation(simulated, measured) if len(rows) > 2 else None,
+        "time_rank_correlation_of_search": (
+            rank_correlation([row.predicted_s for row in rows], measured) if len(rows) > 2 else None
+        ),
+        "time_mape": statistics.mean(errors),
+        "time_bias": statistics.mean(s / m for s, m in zip(simulated, measured, strict=True)) - 1,
+        "memory_mape": statistics.mean(abs(ratio - 1) for ratio in ratios),
+        "memory_worst_under": min(0.0, min(ratios) - 1),
+    }
+
+
+def report(rows: Sequence[Row]) -> str:
+    """Return the tables as text."""
+    lines = [
+        (
+            "plan",
+            "predicted",
+            "simulated",
+            "measured",
+            "clock",
+            "ratio",
+            "peak",
+            "measured",
+            "ratio",
+        )
+    ]
+    for row in rows:
+        stage = max(
+            range(len(row.measured_bytes)),
+            key=lambda s, r=row: abs(r.predicted_bytes[s] / r.measured_bytes[s] - 1),  # type: ignore[misc]
+        )
+        predicted, peak = row.predicted_bytes[stage], row.measured_bytes[stage]
+        lines.append(
+            (
+                row.name,
+                format_seconds(row.predicted_s),
+                format_seconds(row.simulated_s),
+                format_seconds(row.measured_s),
+                format_seconds(row.clock_s),
+                f"{row.simulated_s / row.measured_s:.2f}",
+                format_bytes(predicted),
+                format_bytes(peak),
+                f"{predicted / peak:.3f}",
+            )
+        )
+    heading = ("group", "plans", "rank correlation", "time error", "memory error", "worst under")
+    totals = [heading]
+    for name, numbers in summary(rows).items():
+        correlation = numbers["time_rank_correlation"]
+        totals.append(
+            (
+                name,
+                str(numbers["plans"]),
+                "-" if correlation is None else f"{correlation:.3f}",
+                f"{numbers['time_mape']:.0%}",
+                f"{numbers['memory_mape']:.2%}",
+                f"{numbers['memory_worst_under']:.2%}",
+            )
+        )
+    return f"{table(lines)}\n\n{table(totals)}"
+
+
+def main() -> None:
+    """Profile, plan, execute, and print the tables."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--json", type=Path, default=None, help="also write rows and summary")
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds of each profiling")
+    parser.add_argument("--only", default="", help="only plans whose name contains this")
+    parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", type=Path, default=None, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker is not None:
+        run_worker(lambda: _work(options.worker))
+    if options.measure is not None:
+        run_worker(lambda: _measure(options.measure, options.budget))
+    listed = [case for case in cases() if options.only in case.name]
+    worlds = sorted({case.world_size for case in listed})
+    measured_profiles, yardsticks = profiles(options.budget, worlds)
+    plans = {case.name: make_plan(case, measured_profiles[case.world_size]) for case in listed}
+    rows = rows_of(listed, plans, run(plans), yardsticks)
+    print(report(rows))
+    if options.json is not None:
+        document = {"summary": summary(rows), "rows": [codec.encode(row) for row in rows]}
+        options.json.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Plans on one GPU: predicted against measured; see README.md."""

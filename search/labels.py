@@ -1,0 +1,272 @@
+"""Shortest paths and Pareto points of a level 1 problem over the steps of its elimination.
+
+    cheapest   options of least weighted sum of time and memory, and what each key costs to the end
+    pareto     every (time, memory) that nothing dominates, with options
+
+First the supported points are found, those that are cheapest for some weights. Between two of them
+next to each other, a and b, only points faster than b and leaner than a may hide. So a label, the
+(time, memory) of a path from the start to some key, is followed only if what every key costs to
+the end at least leaves room for such a point:
+
+    time + least time to the end < time[b]        memory + least memory to the end < memory[a]
+    weighted sum + least weighted sum to the end <= that of the corner (time[b] - 1, memory[a] - 1)
+
+and only if no label of the same key dominates it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.search.elimination import UNREACHABLE, Costs, Elimination
+
+__all__ = ["Label", "Paths", "TooManyLabelsError", "cheapest", "pareto", "supported"]
+
+_Ints = NDArray[np.int64]
+
+_MAX_LABELS = 200_000
+_MAX_PRICES = 24
+
+
+class TooManyLabelsError(Exception):
+    """The frontier is too large for this method."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """A choice of one option per op with its cost."""
+
+    time: int
+    memory: int
+    options: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paths:
+    """The cheapest way to the end from everywhere.
+
+    Attributes:
+        time_weight, memory_weight: of the sum.
+        to_end: per step, per key before it, the least weighted sum to the end; UNREACHABLE where
+            no path is left.
+        label: the cheapest choice; None if no options go together.
+    """
+
+    time_weight: int
+    memory_weight: int
+    to_end: tuple[_Ints, ...]
+    label: Label | None
+
+
+def cheapest(steps: Elimination, costs: Costs, time_weight: int, memory_weight: int) -> Paths:
+    """Return the options of least weighted sum; of equal ones always the same.
+
+    Raises:
+        OverflowError: the weighted costs do not fit 60 bits.
+    """
+    bound = time_weight * int(costs.time.max(initial=0))
+    bound += memory_weight * int(costs.memory.max(initial=0))
+    if bound * (len(steps.steps) + 1) >= UNREACHABLE:
+        raise OverflowError("weighted costs are too large for exact integers: use a coarser unit")
+    weights = time_weight * costs.time + memory_weight * costs.memory
+    to_end = [np.zeros(1, dtype=np.int64)]
+    for step in reversed(steps.steps):
+        total = np.minimum(weights[step.row] + to_end[-1][step.target], UNREACHABLE)
+        before = np.full(len(step.first) - 1, UNREACHABLE, dtype=np.int64)
+        has_edge = step.first[:-1] < step.first[1:]
+        if len(total):
+            before[has_edge] = np.minimum.reduceat(total, step.first[:-1][has_edge])
+        to_end.append(before)
+    to_end.reverse()
+    label = None
+    if to_end[0][0] < UNREACHABLE:
+        label = _follow(steps, costs, weights, to_end)
+    return Paths(
+        time_weight=time_weight, memory_weight=memory_weight, to_end=tuple(to_end), label=label
+    )
+
+
+def _follow(steps: Elimination, costs: Costs, weights: _Ints, to_end: Sequence[_Ints]) -> Label:
+    """Return the choice on a cheapest path; of equal edges the first is taken."""
+    key, rows = 0, []
+    options = [0] * len(steps.steps)
+    for index, step in enumerate(steps.steps):
+        edges = slice(int(step.first[key]), int(step.first[key + 1]))
+        total = weights[step.row[edges]] + to_end[index + 1][step.target[edges]]
+        edge = edges.start + int(total.argmin())
+        options[step.op] = int(step.option[edge])
+        rows.append(int(step.row[edge]))
+        key = int(step.target[edge])
+    return Label(
+        time=int(costs.time[rows].sum()),
+        memory=int(costs.memory[rows].sum()),
+        options=tuple(options),
+    )
+
+
+def pareto(steps: Elimination, costs: Costs) -> tuple[Label, ...]:
+    """Return every undominated choice from the fastest to the leanest, one per (time, memory).
+
+    Raises:
+        TooManyLabelsError: there are too many to keep.
+        OverflowError: see `cheapest`.
+    """
+    gaps = _gaps(steps, costs)
+    ends = [label for gap in gaps for label in (gap.fast, gap.lean)]
+    return _staircase([*ends, *_between(steps, costs, gaps)])
+
+
+def supported(steps: Elimination, costs: Costs) -> tuple[Label, ...]:
+    """Return choices that are cheapest for some price of memory, from the fastest to the leanest.
+
+    Raises:
+        OverflowError: see `cheapest`.
+    """
+    gaps = _gaps(steps, costs)
+    return _staircase([label for gap in gaps for label in (gap.fast, gap.lean)])
+
+
+def _staircase(labels: Sequence[Label]) -> tuple[Label, ...]:
+    """Return the labels that no other equals or beats in both, first of equals."""
+    left: list[Label] = []
+    for label in sorted(labels, key=lambda label: (label.time, label.memory)):
+        if not left or label.memory < left[-1].memory:
+            left.append(label)
+    return tuple(left)
+
+
+def _gaps(steps: Elimination, costs: Costs) -> list[_Gap]:
+    """Return the gaps between supported points; one from a point to itself if there is only one."""
+    total_time, total_memory = int(costs.time.sum()) + 1, int(costs.memory.sum()) + 1
+    fastest = cheapest(steps, costs, total_memory, 1)
+    if fastest.label is None:
+        return []
+    leanest = cheapest(steps, costs, 1, total_time)
+    assert leanest.label is not None
+    if fastest.label.memory == leanest.label.memory:
+        return [_Gap(fast=fastest.label, lean=fastest.label, paths=fastest)]
+    return _split(steps, costs, fastest.label, leanest.label)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gap:
+    """Two supported points next to each other, and a price under which little lies below them."""
+
+    fast: Label
+    lean: Label
+    paths: Paths
+
+    def may_hold(self) -> bool:
+        """Return whether a point between the two can be undominated, by the price."""
+        if self.lean.time - self.fast.time <= 1 or self.fast.memory - self.lean.memory <= 1:
+            return False
+        return int(self.paths.to_end[0][0]) <= self.corner
+
+    @property
+    def corner(self) -> int:
+        """Return the weighted sum of the worst point between the two that is undominated."""
+        return (self.lean.time - 1) * self.paths.time_weight + (
+            self.fast.memory - 1
+        ) * self.paths.memory_weight
+
+
+def _split(steps: Elimination, costs: Costs, fastest: Label, leanest: Label) -> list[_Gap]:
+    """Return the gaps between supported points, from the largest on, a bounded number of them."""
+    closed: list[_Gap] = []
+    pending: list[tuple[Label, Label, Paths | None]] = [(fastest, leanest, None)]
+    for _ in range(_MAX_PRICES):
+        if not pending:
+            break
+        pending.sort(key=lambda gap: _area(gap[0], gap[1]))
+        fast, lean, _ = pending.pop()
+        paths = cheapest(steps, costs, fast.memory - lean.memory, lean.time - fast.time)
+        label = paths.label
+        assert label is not None
+        value = fast.time * paths.time_weight + fast.memory * paths.memory_weight
+        if int(paths.to_end[0][0]) == value:
+            closed.append(_Gap(fast=fast, lean=lean, paths=paths))
+        else:
+            pending += [(fast, label, paths), (label, lean, paths)]
+    closed += [
+        _Gap(fast=fast, lean=lean, paths=paths)
+        for fast, lean, paths in pending
+        if paths is not None
+    ]
+    return sorted(closed, key=lambda gap: gap.fast.time)
+
+
+def _area(fast: Label, lean: Label) -> int:
+    return (lean.time - fast.time) * (fast.memory - lean.memory)
+
+
+def _between(steps: Elimination, costs: Costs, gaps: Sequence[_Gap]) -> list[Label]:
+    """Return labels that include every undominated point in the gaps."""
+    gaps = [gap for gap in gaps if gap.may_hold()]
+    if not gaps:
+        return []
+    least_time = cheapest(steps, costs, 1, 0).to_end
+    least_memory = cheapest(steps, costs, 0, 1).to_end
+    key = np.zeros(1, dtype=np.int64)
+    time = memory = np.zeros(1, dtype=np.int64)
+    history: list[tuple[_Ints, _Ints]] = []
+    for index, step in enumerate(steps.steps, start=1):
+        counts = step.first[key + 1] - step.first[key]
+        parent = np.repeat(np.arange(len(key)), counts)
+        offsets = np.arange(len(parent)) - np.repeat(np.cumsum(counts) - counts, counts)
+        edge = step.first[key][parent] + offsets
+        key = step.target[edge]
+        time = time[parent] + costs.time[step.row[edge]]
+        memory = memory[parent] + costs.memory[step.row[edge]]
+        fits = np.zeros(len(key), dtype=np.bool_)
+        for gap in gaps:
+            paths = gap.paths
+            weighted = paths.time_weight * time + paths.memory_weight * memory
+            fits |= (
+                (time + least_time[index][key] < gap.lean.time)
+                & (memory + least_memory[index][key] < gap.fast.memory)
+                & (weighted + paths.to_end[index][key] <= gap.corner)
+            )
+        kept = np.nonzero(fits)[0]
+        kept = kept[_undominated(key[kept], time[kept], memory[kept])]
+        if len(kept) > _MAX_LABELS:
+            raise TooManyLabelsError
+        key, time, memory = key[kept], time[kept], memory[kept]
+        history.append((parent[kept], step.option[edge[kept]]))
+    return [
+        Label(
+            time=int(time[label]), memory=int(memory[label]), options=_trace(steps, history, label)
+        )
+        for label in range(len(key))
+    ]
+
+
+def _undominated(key: _Ints, time: _Ints, memory: _Ints) -> _Ints:
+    """Return the indices of labels that no other of the same key beats or equals, first of equals.
+
+    In the order of key, time and memory a label stays if its memory is below all before it of its
+    key; offsetting memories by key makes that one running minimum.
+    """
+    order = np.lexsort((memory, time, key))
+    if not len(order):
+        return order
+    span = int(memory.max()) + 1
+    offset = memory[order] - key[order] * span
+    before = np.minimum.accumulate(offset)
+    stays = np.ones(len(order), dtype=np.bool_)
+    stays[1:] = offset[1:] < before[:-1]
+    return np.sort(order[stays])
+
+
+def _trace(
+    steps: Elimination, history: Sequence[tuple[_Ints, _Ints]], label: int
+) -> tuple[int, ...]:
+    """Return the options of a label at the end."""
+    options = [0] * len(steps.steps)
+    for step, (parent, option) in zip(reversed(steps.steps), reversed(history), strict=True):
+        options[step.op] = int(option[label])
+        label = int(parent[label])
+    return tuple(options)

@@ -1,0 +1,92 @@
+"""Drawn models under drawn plans equal the single device; more in `benchmarks.equality_draws`."""
+
+from __future__ import annotations
+
+from benchmarks.equality_draws import Draw, draw_all, run_draws
+
+DRAWS = 40
+
+# Each found a fault once.
+FOUND = (
+    # Two gradients of DTensors shared one memory.
+    Draw(
+        family="vit",
+        dp=1,
+        tp=2,
+        pp=1,
+        zero_stage=0,
+        microbatch_size=1,
+        num_microbatches=2,
+        schedule="gpipe",
+        layout="megatron",
+        recompute="full",
+        optimizer="adamw",
+        seed=37,
+    ),
+    # A shared weight counted twice in the norm.
+    Draw(
+        family="t5",
+        dp=1,
+        tp=1,
+        pp=2,
+        zero_stage=0,
+        microbatch_size=2,
+        num_microbatches=2,
+        schedule="1f1b",
+        layout="whole",
+        recompute="mixed",
+        optimizer="sgd",
+        seed=9177,
+    ),
+    # Running statistics of other ranks and micro-batches were lost.
+    Draw(
+        family="convnet",
+        dp=2,
+        tp=1,
+        pp=2,
+        zero_stage=1,
+        microbatch_size=2,
+        num_microbatches=2,
+        schedule="1f1b",
+        layout="whole",
+        recompute="full",
+        optimizer="sgd",
+        seed=603,
+    ),
+    # A stage held a bias of another stage beside a tied weight.
+    Draw(
+        family="bert",
+        dp=1,
+        tp=1,
+        pp=2,
+        zero_stage=0,
+        microbatch_size=1,
+        num_microbatches=2,
+        schedule="1f1b",
+        layout="whole",
+        recompute="selective",
+        optimizer="sgd",
+        seed=91,
+    ),
+    # More ranks than key-value heads.
+    Draw(
+        family="llama",
+        dp=1,
+        tp=4,
+        pp=1,
+        zero_stage=0,
+        microbatch_size=2,
+        num_microbatches=1,
+        schedule="gpipe",
+        layout="megatron",
+        recompute="none",
+        optimizer="sgd",
+        seed=1,
+    ),
+)
+
+
+def test_drawn_plans_equal_the_single_device() -> None:
+    chosen = (*FOUND, *draw_all(DRAWS, seed=1))
+    problems = run_draws(chosen)
+    assert {str(chosen[i]): found for i, found in problems.items()} == {}
