@@ -206,7 +206,7 @@ class ChoiceModel:
         for pick in self.picks[op.name]:
             option = pick.option
             assert option is not None, "an op has options"
-            time = self.timer.traced_time(op, option.gemm_dim, option.is_split)
+            time = self.timer.traced_time(op, option)
             seconds, nbytes = self._op_cost(op, option, pick.keep, time, is_redone)
             found.append(
                 ChoiceOption(

@@ -351,9 +351,20 @@ class Pricer:
         return self.tally.add(self.cluster.device.optimizer_time_s(traffic))
 
     def stage_block(
-        self, call: int, decision: Decision, setting: Setting, held: set[str]
+        self,
+        call: int,
+        decision: Decision,
+        setting: Setting,
+        held: set[str],
+        values: set[str] | None = None,
     ) -> StageBlock:
-        """Return a call as the memory model reads it."""
+        """Return a call as the memory model reads it.
+
+        Args:
+            call, decision, setting, held: as in `group`.
+            values: activations that earlier calls of the stage keep, to count each once; those that
+                this call keeps are added. None: this call counts all that it keeps.
+        """
         block = self.trace.calls[call].block
         base = self.base(block, decision, setting.tp)
         return StageBlock(
@@ -362,7 +373,50 @@ class Pricer:
             group=self.group(call, decision, setting, held),
             is_glue=self.trace.blocks[block].is_glue,
             input_bytes=sum(base.local.inputs.values()),
+            shared_bytes=0 if values is None else self._shared_bytes(call, base, values),
         )
+
+    def stage_blocks(
+        self, calls: Sequence[int], decisions: Sequence[Decision], setting: Setting
+    ) -> tuple[StageBlock, ...]:
+        """Return the calls of a stage as the memory model reads them; `decisions` one per call.
+
+        What several calls hold counts once: with the first, but a parameter's gradient is made by
+        the backward of the last call that reads it, which runs first.
+        """
+        held: set[str] = set()
+        values: set[str] = set()
+        blocks = [
+            self.stage_block(call, decision, setting, held, values)
+            for call, decision in zip(calls, decisions, strict=True)
+        ]
+        canonical = {fqn: group[0] for group in self.trace.shared for fqn in group}
+        readers: dict[str, list[tuple[int, int]]] = {}
+        for place, (call, decision) in enumerate(zip(calls, decisions, strict=True)):
+            trace_call = self.trace.calls[call]
+            local = self.base(trace_call.block, decision, setting.tp).local
+            states = self.trace.blocks[trace_call.block].states
+            for state, fqn in zip(states, trace_call.states, strict=True):
+                if state.is_parameter and state.is_trained:
+                    own = (place, local.state_bytes[state.name])
+                    readers.setdefault(canonical.get(fqn, fqn), []).append(own)
+        for found in readers.values():
+            last, nbytes = found[-1]
+            if last != found[0][0]:
+                group = blocks[last].group
+                early = replace(group, early_grads=group.early_grads + nbytes)
+                blocks[last] = replace(blocks[last], group=early)
+        return tuple(blocks)
+
+    def _shared_bytes(self, call: int, base: _BlockBase, values: set[str]) -> int:
+        trace_call, local, memory = self.trace.calls[call], base.local, base.memory
+        inputs = self.trace.blocks[trace_call.block].inputs
+        names = zip((v.name for v in inputs), trace_call.args, strict=True)
+        kept = {value: name for name, value in names if name in memory.held_inputs}
+        shared = sum(local.inputs[name] for value, name in kept.items() if value in values)
+        outs = zip(local.outputs, trace_call.outs, strict=True)
+        values |= kept.keys() | {value for name, value in outs if name in memory.held_outputs}
+        return shared
 
     def side_bytes(self, calls: Sequence[int], decisions: Sequence[Decision], tp: int) -> int:
         """Return bytes of side values that one micro-batch holds in a stage, each once."""
@@ -544,8 +598,7 @@ class Pricer:
         decisions: Sequence[Decision],
     ) -> StageMemory:
         calls = range(starts[stage], ends[stage])
-        held: set[str] = set()
-        blocks = [self.stage_block(c, decisions[c], setting, held) for c in calls]
+        blocks = self.stage_blocks(calls, [decisions[c] for c in calls], setting)
         entering, leaving = self.crossing(setting, stage, starts)
         if decisions[starts[stage]].is_sequence_parallel:
             entering, leaving = -(-entering // setting.tp), -(-leaving // setting.tp)

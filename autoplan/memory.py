@@ -252,6 +252,7 @@ class _Walk:
         self.sharded: dict[int, int] = {}
         self.reduce_input = 0
         self._marks: set[str] = set()
+        self._early = 0
         self.at: tuple[int, int | None] = (0, 0)
         self.samples: dict[tuple[int, int | None], int] = {}
         self.peak = -1
@@ -308,7 +309,7 @@ class _Walk:
             self.at = (self.at[0], index)
             self._gather_forward(index)
             self.note(f"forward of block {index}", block.input_bytes + block.memory.forward_peak)
-            self.activations += block.memory.kept
+            self.activations += block.own_kept
             if self.zero == 3 and index in self.compute:
                 self.gathered.pop(index, None)
         self.activations += self.leaving
@@ -359,6 +360,7 @@ class _Walk:
             self.gradients[self.root] = max(before, self.whole[self.root])
         self.activations -= self.side + self.leaving
         self.reduce_input = 0
+        self._early = 0
 
     def _backward_of(self, index: int, block: StageBlock) -> None:
         if self.has_buffer:
@@ -373,9 +375,13 @@ class _Walk:
         adds_up = block.is_glue and seen in self._marks
         memory = block.memory if is_first and not adds_up else block.accumulating
         self.note(f"backward of block {index}", memory.backward_peak - memory.kept)
-        self.activations -= block.memory.kept
+        self.activations -= block.own_kept
+        self._make_early(index, block.group.early_grads)
         if not adds_up:
             made = block.group.gathered_grads
+            taken = min(made, self._early)
+            self._early -= taken
+            made -= taken
             if not block.is_glue and has_grads and not self.is_mixed:
                 made = 0
             self.gradients[group] = self.gradients.get(group, 0) + made
@@ -384,6 +390,15 @@ class _Walk:
                 self._marks.add(seen)
         if self.is_mixed and self.wrapped and not block.is_glue and self.zero <= 1:
             self.gradients[group] = self.whole[group]
+
+    def _make_early(self, index: int, nbytes: int) -> None:
+        """Count gradients of parameters that belong to an earlier block, once until reduced."""
+        mark = f"early grads of {index}"
+        if nbytes and mark not in self._marks:
+            self.gradients[self.root] = self.gradients.get(self.root, 0) + nbytes
+            self._early += nbytes
+            if not self.is_mixed:
+                self._marks.add(mark)
 
     def _gather_backward(self, group: int) -> None:
         if group in self.compute and group not in self.gathered:

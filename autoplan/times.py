@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from autoplan.cluster import Cluster
 from autoplan.errors import ProfileError
-from autoplan.graph import Gemm, OpTrace
+from autoplan.graph import Gemm, OpTrace, ShardOption
 from autoplan.local import LocalOp
 from autoplan.profiles.device import ITEM_BYTES, DeviceProfile
+from autoplan.profiles.op_times import measured_ops
 from autoplan.profiles.tables import Lookup
+from autoplan.signatures import local_signature
 from autoplan.step_costs import exposed_s
 
 __all__ = ["OpTime", "Tally", "Timer", "overlaps_communication"]
@@ -77,12 +81,16 @@ class Timer:
         self.link = cluster.link_for(degree, 1)
         self.tally = tally or Tally()
         self._times: dict[tuple[int, str, bool], OpTime] = {}
+        # What-if devices have the name of the one that they were made from.
+        is_real = "(scaled:" not in self.device.description
+        version = str(torch.__version__)
+        self._measured = measured_ops(self.device.name, version) if is_real else {}
 
     def op_time(self, op: LocalOp) -> OpTime:
         """Return the seconds of one local op."""
         if op.op is None:
             return self._conversion_time(op)
-        time = self.traced_time(op.op, op.option.gemm_dim, op.option.is_split)
+        time = self.traced_time(op.op, op.option)
         if not op.regathered_bytes:
             return time
         # The input's gradient does not need what is gathered: the two run at once.
@@ -109,11 +117,18 @@ class Timer:
             return self.tally.add(self.device.memory_time_s(2 * nbytes / self.degree))
         return self.link.collective_time_s(name, nbytes, self.degree)  # type: ignore[arg-type]
 
-    def traced_time(self, op: OpTrace, gemm_dim: str, is_split: bool) -> OpTime:
-        """Return the seconds of a traced op, its work divided along `gemm_dim` or at all."""
-        key = (id(op), gemm_dim, is_split)
+    def traced_time(self, op: OpTrace, option: ShardOption) -> OpTime:
+        """Return the seconds of one rank's share of a traced op: measured ones if there are any."""
+        signature = local_signature(op, option, self.degree) if self._measured else ""
+        measured = self._measured.get(signature)
+        key = (id(op), signature if measured else option.gemm_dim, option.is_split)
         if key not in self._times:
-            self._times[key] = self._new_time(op, gemm_dim, is_split)
+            if measured is not None:
+                self.tally.counts["measured"] += 1
+                found = OpTime(forward_s=measured.forward_s, backward_s=measured.backward_s)
+            else:
+                found = self._new_time(op, option.gemm_dim, option.is_split)
+            self._times[key] = found
         return self._times[key]
 
     def _new_time(self, op: OpTrace, gemm_dim: str, is_split: bool) -> OpTime:

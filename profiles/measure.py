@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import datetime
 import os
-import platform
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autoplan.errors import ProfileError
-from autoplan.profiles.catalog import ALIASES, list_profiles, save_profile
+from autoplan.profiles.catalog import save_profile
 from autoplan.profiles.device import DeviceProfile
+from autoplan.profiles.here import describe, driver_of, find_device, profile_name
 from autoplan.profiles.link import LinkProfile
 from autoplan.profiles.measure_links import measure_collectives
 from autoplan.profiles.measure_ops import (
@@ -110,7 +108,7 @@ def measure_device(
         )
     import torch
 
-    device = _find_device(name)
+    device = find_device(name)
     session = _Session(
         device=device,
         budget_s=budget_s,
@@ -197,8 +195,8 @@ def _measure_profile(
     peaks = _peaks(session, gemm)
     fields = {f"peak_flops_per_s.{dtype}": "peak" for dtype in peaks}
     return DeviceProfile(
-        name=_profile_name(device, name),
-        description=_description(session),
+        name=profile_name(device, name),
+        description=describe(session.device, session.num_threads),
         memory_bytes=memory_bytes,
         reserve_bytes=reserve_bytes,
         peak_flops_per_s=peaks,
@@ -287,43 +285,6 @@ def _measure_intra(session: _Session, profile: DeviceProfile) -> LinkProfile | N
     )
 
 
-def _find_device(name: str) -> Any:
-    """Return the `torch.device` that a name means; raise if it is not on this machine."""
-    import torch
-
-    key = name.lower().replace("-", "_")
-    if key == "cpu":
-        return torch.device("cpu")
-    there = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if not there:
-        raise ProfileError(
-            f"cannot measure {name!r}, no CUDA device: this machine has cpu ({cores} cores); "
-            "measure with cpu, or use a shipped profile without measuring"
-        )
-    if key in ("cuda", "gpu"):
-        return torch.device("cuda", 0)
-    known = ALIASES.get(key, key)
-    family = re.sub(r"^rtx_", "", known).split("_")[0]
-    if known not in list_profiles() or family not in there[0].lower():
-        raise ProfileError(
-            f"cannot measure {name!r}: this machine has {', '.join(there)} and cpu "
-            f"({cores} cores); measure with cuda or cpu"
-        )
-    return torch.device("cuda", 0)
-
-
-def _profile_name(device: Any, name: str) -> str:
-    if device.type == "cpu":
-        return "cpu"
-    key = name.lower().replace("-", "_")
-    if key not in ("cuda", "gpu"):
-        return ALIASES.get(key, key)
-    import torch
-
-    return re.sub(r"[^a-z0-9]+", "_", torch.cuda.get_device_name(device).lower()).strip("_")
-
-
 def _memory(device: Any) -> tuple[int, int]:
     """Return the memory of a device and what is taken before a model comes, bytes."""
     import torch
@@ -345,19 +306,6 @@ def _memory(device: Any) -> tuple[int, int]:
     return total, min(used, total // 2)
 
 
-def _description(session: _Session) -> str:
-    if session.device.type == "cuda":
-        import torch
-
-        return torch.cuda.get_device_name(session.device)
-    return f"{_cpu_text()}, {session.num_threads} thread per process"
-
-
-def _cpu_text() -> str:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"cpu: {cores} {platform.machine().replace('_', '-')} cores"
-
-
 def _origins(session: _Session) -> dict[str, Origin]:
     import torch
 
@@ -365,8 +313,8 @@ def _origins(session: _Session) -> dict[str, Origin]:
     measured = Origin(
         kind="measured",
         text="median after warm-up, autoplan.profiles.measure",
-        device=_description(session),
-        driver=f"CUDA {torch.version.cuda}" if is_cuda else "",
+        device=describe(session.device, session.num_threads),
+        driver=driver_of(session.device),
         torch_version=torch.__version__,
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
     )
