@@ -27,8 +27,10 @@ __all__ = [
     "causality_as_told",
     "has_other_readers",
     "is_strided",
+    "pieces_of",
     "replicate",
     "set_timeout",
+    "sliced_dim",
     "strided_dim",
 ]
 
@@ -80,6 +82,17 @@ def strided_dim(placement: Any) -> int:
     """Return the dimension that a strided shard slices."""
     dim: int = placement.dim
     return dim
+
+
+def sliced_dim(placement: Any) -> int:
+    """Return the dimension that a shard or strided shard slices."""
+    dim: int = placement.dim
+    return dim
+
+
+def pieces_of(placement: Any) -> int:
+    """Return in how many pieces a placement slices its dimension: 1 unless strided."""
+    return int(placement.split_factor) if is_strided(placement) else 1
 
 
 def is_strided(placement: Any) -> bool:

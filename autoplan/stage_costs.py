@@ -59,6 +59,7 @@ class GroupBytes:
         largest: the largest stored parameter.
         early_grads: bytes of gradients that this block's backward makes first, of parameters that
             count with an earlier block of the stage, such as a tied embedding.
+        late_grads: bytes of this block's gradients that a later block makes first.
     """
 
     stored: int
@@ -67,6 +68,7 @@ class GroupBytes:
     gathered_grads: int
     largest: int = 0
     early_grads: int = 0
+    late_grads: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

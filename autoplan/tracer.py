@@ -236,6 +236,7 @@ def _op_trace(
         backward_flops=cost.backward_flops,
         forward_bytes=cost.forward_bytes,
         backward_bytes=cost.backward_bytes + accumulated_bytes,
+        accumulated_bytes=accumulated_bytes,
         saved=tuple(
             SavedTensor(value=run.owners.get(key, ""), nbytes=nbytes)
             for key, nbytes in run.saved[op.name].items()

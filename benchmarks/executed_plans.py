@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("AUTOPLAN_CACHE", "off")  # predict from what this run measures
 
 import torch
 import torch.distributed as dist

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from autoplan.cluster import Cluster
 from autoplan.models import load_model
 from autoplan.report import table
@@ -135,6 +137,7 @@ class Question:
     batch: int
     answer: str
     seconds: str
+    dtype: torch.dtype = torch.bfloat16
 
 
 def _gpt(hidden: int, layers: int, heads: int, vocabulary: int = 51200) -> dict[str, Any]:
@@ -210,6 +213,7 @@ QUESTIONS = (
         batch=1024,
         answer="101.18 s",
         seconds="200",
+        dtype=torch.float16,
     ),
 )
 
@@ -259,7 +263,7 @@ def question_rows(names: str = "") -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.json"
             path.write_text(json.dumps(question.config))
-            loaded = load_model(str(path), seq=question.seq)
+            loaded = load_model(str(path), seq=question.seq, dtype=question.dtype)
         started = time.perf_counter()
         plan = optimize(
             loaded.model, cluster, loaded.batch, global_batch_size=question.batch, name="model"

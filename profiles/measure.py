@@ -20,8 +20,8 @@ from autoplan.profiles.device import DeviceProfile
 from autoplan.profiles.here import describe, driver_of, find_device, profile_name
 from autoplan.profiles.link import LinkProfile
 from autoplan.profiles.measure_links import measure_collectives
-from autoplan.profiles.measure_memory_bound import measure_classes
 from autoplan.profiles.measure_numbers import measure_extras, measure_tensor_core_peaks
+from autoplan.profiles.measure_op_classes import measure_classes
 from autoplan.profiles.measure_ops import (
     measure_attention,
     measure_gemm,

@@ -103,7 +103,8 @@ class AttentionTable:
     """Speeds of fused attention; rows are (seq, head_dim, batch * heads, flops_per_s).
 
     FLOPs count what is computed: 4 * batch * heads * seq**2 * head_dim forward, halved if causal,
-    and 2.5 times that backward (Dao 2023, section 4.1).
+    and 2.5 times that backward (Dao 2023, section 4.1). `kernel` names the implementation; the
+    profile's first table says which one is meant where nobody asks for another.
     """
 
     dtype: str
@@ -111,6 +112,7 @@ class AttentionTable:
     causal: bool
     origin: str
     rows: tuple[tuple[int, int, int, float], ...]
+    kernel: str = ""
 
     def __post_init__(self) -> None:
         _check_rows("attention", self.rows)
@@ -118,10 +120,15 @@ class AttentionTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTable:
-    """Speeds of memory-bound kernels; rows are (bytes read and written, bytes_per_s)."""
+    """Speeds of memory-bound kernels; rows are (bytes read and written, bytes_per_s).
+
+    `kernel` is empty for elementwise kernels, else the operator, with `_backward` for its backward:
+    reductions reach less of the bandwidth.
+    """
 
     origin: str
     rows: tuple[tuple[int, float], ...]
+    kernel: str = ""
 
     def __post_init__(self) -> None:
         _check_rows("memory_bound", self.rows)
