@@ -308,7 +308,7 @@ class Trace:
 
     def dimension_report(self) -> str:
         """Return as text what each dimension of every op is, and what may be sharded."""
-        from autoplan.dimension_report import dimension_report
+        from autoplan.dimension_text import dimension_report
 
         return dimension_report(self)
 

@@ -19,9 +19,9 @@ from autoplan.profiles.catalog import load_profile, save_profile
 from autoplan.profiles.device import DeviceProfile
 from autoplan.profiles.here import describe, driver_of, find_device, profile_name
 from autoplan.profiles.link import LinkProfile
-from autoplan.profiles.measure_classes import measure_classes
-from autoplan.profiles.measure_extras import measure_extras, measure_tensor_core_peaks
 from autoplan.profiles.measure_links import measure_collectives
+from autoplan.profiles.measure_numbers import measure_extras, measure_tensor_core_peaks
+from autoplan.profiles.measure_op_classes import measure_classes
 from autoplan.profiles.measure_ops import (
     measure_attention,
     measure_gemm,
@@ -367,7 +367,7 @@ def _origins(session: _Session) -> dict[str, Origin]:
         "peak": "highest rate of any product measured; float64 and float16 from one product each",
         "bandwidth": "highest rate of any copy measured, bytes read and written",
         "optimizer": "AdamW with foreach, 28 bytes per float32 parameter",
-        "extras": "one number each, autoplan.profiles.measure_extras",
+        "extras": "one number each, autoplan.profiles.measure_numbers",
         "memory": "as the driver reports it",
         "reserve": f"{context}, plus 1.45 GiB for torch.distributed (published for 2 A100)",
         "host_link": "copy to pinned memory",

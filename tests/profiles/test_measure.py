@@ -15,9 +15,9 @@ from autoplan.cluster import Cluster
 from autoplan.errors import ProfileError
 from autoplan.profiles import load_profile
 from autoplan.profiles.measure import measure_device, profile_command
-from autoplan.profiles.measure_classes import measure_classes
-from autoplan.profiles.measure_extras import measure_extras
 from autoplan.profiles.measure_links import measure_collectives
+from autoplan.profiles.measure_numbers import measure_extras
+from autoplan.profiles.measure_op_classes import measure_classes
 from autoplan.profiles.origin import Origin
 from autoplan.profiles.tables import ATTENTION_DIRECTIONS, OP_CLASSES, OpClassTable
 from autoplan.times import Tally, Timer
