@@ -170,7 +170,5 @@ def fastest_ops_s(block: BlockTrace, timer: Timer) -> float:
             for o in op.options
             if o.axis in ("whole", "partial") or (degree > 1 and o.size % degree == 0)
         ]
-        total += min(
-            (timer.traced_time(op, o.gemm_dim, o.is_split).total_s for o in legal), default=0.0
-        )
+        total += min((timer.traced_time(op, o).total_s for o in legal), default=0.0)
     return total

@@ -151,6 +151,7 @@ class OpTrace:
         backward_flops: backward, both gradients.
         forward_bytes: bytes read and written forward.
         backward_bytes: backward.
+        accumulated_bytes: of those, what sums of gradients move.
         saved: what autograd keeps for it.
         casts: copies of states that autocast makes for it, in its own dtype and once a block; they
             live until the block's forward ends, and longer where `saved` names them.
@@ -164,6 +165,8 @@ class OpTrace:
         needs_grad: whether a gradient flows through it.
         forward_temp_bytes: largest transient inside the kernel forward, result excluded.
         backward_temp_bytes: largest transient inside its backward, result gradients excluded.
+        signature: equal for ops that take the same time, see `autoplan.signatures`; empty for a
+            view.
         options: ways to run it under tensor parallelism; the first is `whole`.
         dimensions: what its dimensions are; see `OpDimensions`.
     """
@@ -183,6 +186,7 @@ class OpTrace:
     backward_flops: int = 0
     forward_bytes: int = 0
     backward_bytes: int = 0
+    accumulated_bytes: int = 0
     saved: tuple[SavedTensor, ...] = ()
     casts: tuple[SavedTensor, ...] = ()
     cast_bytes: int = 0
@@ -194,6 +198,7 @@ class OpTrace:
     needs_grad: bool = True
     forward_temp_bytes: int = 0
     backward_temp_bytes: int = 0
+    signature: str = ""
     options: tuple[ShardOption, ...] = ()
     dimensions: OpDimensions = OpDimensions(inputs=(), output=(), slices=())
 
@@ -300,6 +305,12 @@ class Trace:
     notes: tuple[str, ...]
     fingerprint: str
     versions: dict[str, str]
+
+    def dimension_report(self) -> str:
+        """Return as text what each dimension of every op is, and what may be sharded."""
+        from autoplan.dimension_text import dimension_report
+
+        return dimension_report(self)
 
     def to_json(self) -> str:
         """Return readable JSON text."""

@@ -76,6 +76,8 @@ def block_memory(
         forward_peak=forward_peak,
         backward_peak=backward_peak,
         parameter_grads=grads,
+        held_inputs=tuple(n for n in inputs if n in held_inputs),
+        held_outputs=tuple(n for n in local.outputs if _storage(local, n) in kept),
     )
 
 

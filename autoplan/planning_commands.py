@@ -18,7 +18,15 @@ from autoplan.units import format_seconds
 if TYPE_CHECKING:
     from autoplan.search.mesh import Progress as SearchProgress
 
-__all__ = ["explain", "parse_batch_dim", "parse_limits", "parse_pins", "plan"]
+__all__ = [
+    "dimensions",
+    "explain",
+    "parse_batch_dim",
+    "parse_limits",
+    "parse_pins",
+    "plan",
+    "torch_dtype",
+]
 
 _console = Console(stderr=True)
 ModelArgument = Annotated[
@@ -239,3 +247,26 @@ def explain(
     if settings:
         for name, reason in loaded.search.outcomes.items():
             typer.echo(f"  {name}: {reason}")
+
+
+def dimensions(
+    model: ModelArgument,
+    seq: Annotated[int | None, typer.Option(help="Tokens per row of presets and configs.")] = None,
+    rows: Annotated[int, typer.Option(help="Rows of a micro-batch.")] = 2,
+    batch_dim: Annotated[
+        str, typer.Option(help="Where the batch lies in the inputs: 1, or 1,0, or x=1,mask=none.")
+    ] = "0",
+) -> None:
+    """Print what each dimension of every op of a model is, and what may be sharded."""
+    from autoplan.models import load_model
+    from autoplan.tracer import trace
+
+    loaded = load_model(model, seq=seq)
+    traced = trace(
+        loaded.model,
+        loaded.batch,
+        loaded.loss_fn,
+        microbatch_size=rows,
+        batch_dim=parse_batch_dim(batch_dim),
+    )
+    typer.echo(traced.dimension_report())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from rich.progress import Progress
 
 from autoplan import codec
 from autoplan.plan import Plan
+from autoplan.units import parse_seconds
 
 __all__ = ["profile", "run"]
 
@@ -21,20 +23,102 @@ _console = Console(stderr=True)
 def profile(
     gpu: Annotated[str, typer.Option(help="cpu, cuda, or a profile name that must be there.")],
     out: Annotated[Path | None, typer.Option(help="File to write; default NAME.json.")] = None,
-    budget: Annotated[float, typer.Option(help="Seconds to spend.")] = 20.0,
+    budget: Annotated[str, typer.Option(help="Time to spend, such as 120s or 2min.")] = "20s",
     links: Annotated[bool, typer.Option(help="Also measure collectives.")] = True,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Measure the ops of this model instead; later searches use them."),
+    ] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens per row of presets and configs.")] = None,
+    global_batch: Annotated[
+        int, typer.Option(help="Rows of a step: gives the micro-batches of --model.")
+    ] = 8,
+    cluster: Annotated[
+        str | None, typer.Option(help="Gives the shardings of --model; default: this machine.")
+    ] = None,
+    autocast: Annotated[str, typer.Option(help="Of --model: none or bfloat16.")] = "none",
 ) -> None:
-    """Measure the device that is here and write its profile."""
+    """Measure the device that is here and write its profile, or the ops of a model."""
     from autoplan.profiles.measure import profile_command
 
+    budget_s = parse_seconds(budget)
     with Progress(console=_console, transient=True, disable=not _console.is_terminal) as bar:
         task = bar.add_task("measuring", total=1.0)
 
         def show(message: str, fraction: float) -> None:
-            bar.update(task, completed=fraction, description=message)
+            bar.update(task, completed=fraction, description=message[:60])
 
-        path = profile_command(gpu, out, budget_s=budget, with_links=links, progress=show)
-    typer.echo(f"written to {path}")
+        if model is not None:
+            text = _profile_model(
+                gpu, model, cluster, seq, global_batch, autocast, budget_s, progress=show
+            )
+        else:
+            path = profile_command(gpu, out, budget_s=budget_s, with_links=links, progress=show)
+            text = f"written to {path}"
+    typer.echo(text)
+
+
+def _profile_model(
+    gpu: str,
+    model: str,
+    cluster: str | None,
+    seq: int | None,
+    global_batch: int,
+    autocast: str,
+    budget_s: float,
+    progress: Callable[[str, float], None],
+) -> str:
+    """Measure the ops of a model and return what was done, as text."""
+    import torch
+
+    from autoplan.cluster import Cluster
+    from autoplan.models import load_model
+    from autoplan.op_profiler import candidates_of, measure_candidates
+    from autoplan.profiles.here import describe, driver_of, find_device, profile_name
+    from autoplan.profiles.op_times import CACHE_VARIABLE, OpTimesFile, cache_file
+
+    if autocast not in ("none", "bfloat16"):
+        raise ValueError(f"--autocast {autocast!r}; allowed are none, bfloat16")
+    path = cache_file()
+    if path is None:
+        raise ValueError(f"{CACHE_VARIABLE} is off: set it to a folder to keep measurements in")
+    device = find_device(gpu)
+    name = profile_name(device, gpu)
+    number = torch.cuda.device_count() if device.type == "cuda" else 4
+    target = Cluster.parse(cluster or f"{number}:{name}")
+    if target.device.name != name:
+        raise ValueError(f"--cluster {cluster} is of {target.device.name}, --gpu is {name}")
+    is_wide = device.type == "cpu" or autocast != "none"
+    loaded = load_model(model, seq=seq, dtype=torch.float32 if is_wide else torch.bfloat16)
+    progress("the ops of the model", 0.0)
+    candidates = candidates_of(
+        loaded.model, loaded.batch, loaded.loss_fn, target,
+        global_batch_size=global_batch, autocast=autocast,
+    )  # fmt: skip
+    file = OpTimesFile(
+        path=path,
+        profile=name,
+        device=describe(device),
+        driver=driver_of(device),
+        torch=str(torch.__version__),
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as every process of a plan has
+    try:
+        outcome = measure_candidates(
+            candidates, device, file, budget_s=budget_s,
+            progress=lambda text, done, total: progress(text, done / max(1, total)),
+        )  # fmt: skip
+    finally:
+        torch.set_num_threads(threads)
+    lines = [
+        f"{len(candidates)} ops: {outcome.measured} measured now, {outcome.known} before, "
+        f"{outcome.left} left, {len(outcome.failed)} cannot run alone; kept in {path}"
+    ]
+    if outcome.left:
+        lines.append("run it again to go on")
+    lines += [f"  {text}: {reason}" for text, reason in outcome.failed.items()]
+    return "\n".join(lines)
 
 
 def run(

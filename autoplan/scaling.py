@@ -6,6 +6,7 @@ the graph is the same. Two traces give both; anything that is not a number must 
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -58,11 +59,26 @@ def _affine(low: Any, high: Any, a: int, b: int, rows: int, key: str = "") -> An
         if rest:
             raise _Different
         return low + slope * (rows - a)
+    if key == "signature":
+        return _affine_text(low, high, a, b, rows)
     if isinstance(low, str) and low.startswith("S(") and isinstance(high, str):
         return _affine_placement(low, high, a, b, rows)
     if low != high:
         raise _Different
     return low
+
+
+def _affine_text(low: str, high: str, a: int, b: int, rows: int) -> str:
+    """Return a text whose whole numbers follow the rows; everything between them is equal."""
+    parts, others = re.split(r"(\d+)", low), re.split(r"(\d+)", high)
+    if len(parts) != len(others):
+        raise _Different
+    found = []
+    for one, two in zip(parts, others, strict=True):
+        if one != two and not (one.isdigit() and two.isdigit()):
+            raise _Different
+        found.append(one if one == two else str(_affine(int(one), int(two), a, b, rows)))
+    return "".join(found)
 
 
 def _affine_placement(low: str, high: str, a: int, b: int, rows: int) -> str:

@@ -147,7 +147,14 @@ def _pipeline(
         capacity=(planner.cluster.capacity_bytes // unit,) * setting.pp,
         fixed=tuple(fixed),
         boundary=tuple(boundary),
+        cut_allowed=_even_cuts(num_calls, setting.pp) if planner.even_cuts else (),
     )
+
+
+def _even_cuts(num_calls: int, num_stages: int) -> tuple[bool, ...]:
+    """Return which positions between blocks end a stage of `even_ends`."""
+    ends = even_ends(num_calls, num_stages)
+    return tuple(position in ends for position in range(1, num_calls))
 
 
 def _slowest_cut_s(setting: Setting, pricer: Pricer) -> float:

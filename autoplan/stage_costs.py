@@ -33,6 +33,8 @@ class BlockMemory:
         backward_peak: most bytes alive during backward, this block's kept ones and the gradients of
             its outputs included, parameter gradients too.
         parameter_grads: bytes of parameter gradients that the backward makes.
+        held_inputs: names of the activation inputs in `kept`.
+        held_outputs: names of the outputs whose storage is in `kept`.
     """
 
     kept: int
@@ -41,6 +43,8 @@ class BlockMemory:
     forward_peak: int
     backward_peak: int
     parameter_grads: int
+    held_inputs: tuple[str, ...] = ()
+    held_outputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,9 @@ class GroupBytes:
         gathered: in the dtype of the computation, as an unsharded copy holds them.
         gathered_grads: gradients of the trained ones in the dtype of the computation.
         largest: the largest stored parameter.
+        early_grads: bytes of gradients that this block's backward makes first, of parameters that
+            count with an earlier block of the stage, such as a tied embedding.
+        late_grads: bytes of this block's gradients that a later block makes first.
     """
 
     stored: int
@@ -60,6 +67,8 @@ class GroupBytes:
     gathered: int
     gathered_grads: int
     largest: int = 0
+    early_grads: int = 0
+    late_grads: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +81,8 @@ class StageBlock:
         group: parameters of the block.
         is_glue: its parameters belong to the stage's root group.
         input_bytes: activation inputs of the block.
+        shared_bytes: kept bytes that an earlier block of the stage keeps too: its output, or a
+            value that both read.
     """
 
     memory: BlockMemory
@@ -79,6 +90,12 @@ class StageBlock:
     group: GroupBytes
     is_glue: bool
     input_bytes: int
+    shared_bytes: int = 0
+
+    @property
+    def own_kept(self) -> int:
+        """Return the bytes that the block adds to what its stage keeps."""
+        return self.memory.kept - self.shared_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,12 +28,14 @@ def plan_costs(
     starts = [0, *ends[:-1]]
     stages = []
     for stage, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        held: set[str] = set()
+        calls = range(start, end)
+        sizes = pricer.stage_blocks(calls, decisions[start:end], setting)
+        own = [
+            BlockCosts(seconds=_seconds(pricer, setting, c, decisions[c]), bytes=nbytes)
+            for c, nbytes in zip(calls, sizes, strict=True)
+        ]
         blocks = tuple(
-            _named(
-                names, _title(pricer, call), _block(pricer, setting, call, decisions[call], held)
-            )
-            for call in range(start, end)
+            _named(names, _title(pricer, c), block) for c, block in zip(calls, own, strict=True)
         )
         entering, leaving = pricer.crossing(setting, stage, starts)
         stages.append(
@@ -61,25 +63,20 @@ def _title(pricer: Pricer, call: int) -> str:
     return pricer.trace.blocks[pricer.trace.calls[call].block].name
 
 
-def _block(
-    pricer: Pricer, setting: Setting, call: int, decision: Decision, held: set[str]
-) -> BlockCosts:
+def _seconds(pricer: Pricer, setting: Setting, call: int, decision: Decision) -> BlockSeconds:
     base = pricer.base(pricer.trace.calls[call].block, decision, setting.tp)
     gather_s, reduce_s = pricer.zero_seconds(pricer.group(call, decision, setting, set()), setting)
-    return BlockCosts(
-        seconds=BlockSeconds(
-            forward=base.compute_forward_s,
-            backward=base.compute_backward_s,
-            weight_backward=base.weight_backward_s,
-            recompute=base.redo_s - base.redo_comm_s,
-            forward_tensor_parallel=base.comm_forward_s,
-            backward_tensor_parallel=base.comm_backward_s,
-            recompute_tensor_parallel=base.redo_comm_s,
-            gather=gather_s,
-            reduce=reduce_s,
-            optimizer=pricer.price(call, decision, setting).once_by_category["optimizer"],
-        ),
-        bytes=pricer.stage_block(call, decision, setting, held),
+    return BlockSeconds(
+        forward=base.compute_forward_s,
+        backward=base.compute_backward_s,
+        weight_backward=base.weight_backward_s,
+        recompute=base.redo_s - base.redo_comm_s,
+        forward_tensor_parallel=base.comm_forward_s,
+        backward_tensor_parallel=base.comm_backward_s,
+        recompute_tensor_parallel=base.redo_comm_s,
+        gather=gather_s,
+        reduce=reduce_s,
+        optimizer=pricer.price(call, decision, setting).once_by_category["optimizer"],
     )
 
 

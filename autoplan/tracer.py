@@ -40,6 +40,7 @@ from autoplan.program import BlockGraph, Call, Op, Program, TensorMeta
 from autoplan.runner import BlockRun, run_block, side_values
 from autoplan.segments import is_random, mutates_input, written_inputs
 from autoplan.sharding import shard_options
+from autoplan.signatures import op_signature
 
 __all__ = ["trace", "trace_program"]
 
@@ -191,19 +192,25 @@ def _block_trace(
             for state in graph.states
         ),
         ops=tuple(
-            replace(op, dimensions=dimensions[op.name]) for op in _op_traces(graph, run, written)
+            replace(op, dimensions=dimensions[op.name])
+            for op in _op_traces(graph, run, written, program.autocast)
         ),
         outputs=graph.outputs,
     )
 
 
-def _op_traces(graph: BlockGraph, run: BlockRun, written: set[int]) -> tuple[OpTrace, ...]:
+def _op_traces(
+    graph: BlockGraph, run: BlockRun, written: set[int], autocast: torch.dtype | None
+) -> tuple[OpTrace, ...]:
     accumulated = _accumulated_bytes(graph, run)
     options = shard_options(graph)
-    return tuple(
-        _op_trace(op, run, written, accumulated.get(op.name, 0), options[op.name])
-        for op in graph.ops
-    )
+    found = []
+    for op in graph.ops:
+        traced = _op_trace(op, run, written, accumulated.get(op.name, 0), options[op.name])
+        if traced.kind != "view":
+            traced = replace(traced, signature=op_signature(op, run.values, autocast))
+        found.append(traced)
+    return tuple(found)
 
 
 def _op_trace(
@@ -239,6 +246,7 @@ def _op_trace(
         backward_flops=cost.backward_flops,
         forward_bytes=cost.forward_bytes,
         backward_bytes=cost.backward_bytes + accumulated_bytes,
+        accumulated_bytes=accumulated_bytes,
         saved=tuple(
             SavedTensor(value=run.owners.get(key, ""), nbytes=nbytes)
             for key, nbytes in run.saved[op.name].items()

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["GIB", "KIB", "MIB", "format_bytes", "format_bytes_up", "format_seconds", "parse_bytes"]
+__all__ = [
+    "GIB",
+    "KIB",
+    "MIB",
+    "format_bytes",
+    "format_bytes_up",
+    "format_seconds",
+    "parse_bytes",
+    "parse_seconds",
+]
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -38,6 +47,24 @@ def parse_bytes(text: str | int) -> int:
             "B, KiB, MiB, GiB, TiB, KB, MB, GB, TB, for example 40GiB"
         )
     return int(value * _UNITS[unit])
+
+
+_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+def parse_seconds(text: str) -> float:
+    """Return seconds from text such as `120s`, `2min`, `1.5h` or `30`.
+
+    Raises:
+        ValueError: if the text is no duration, or not positive; names the units that are allowed.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    if match is None or match.group(2) not in _SECONDS or float(match.group(1)) <= 0:
+        raise ValueError(
+            f"{text!r} is not a duration: write a positive number with one of "
+            f"{', '.join(unit for unit in _SECONDS if unit)}, for example 120s"
+        )
+    return float(match.group(1)) * _SECONDS[match.group(2)]
 
 
 def format_bytes(num_bytes: float) -> str:

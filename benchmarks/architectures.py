@@ -2,10 +2,12 @@
 
 Each is built in two sizes: `default`, the configuration that its library or publication gives, on
 the meta device; and `small`, on the CPU with weights, to compare with what autograd really does.
+Those of timm are there where timm is.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.own_architectures import DiT, LSTMLanguageModel, MLPMixer, ResNet, UNet
+from benchmarks.timm_architectures import TIMM, timm_model
 
 __all__ = ["ARCHITECTURES", "Example", "build"]
 
@@ -333,7 +336,19 @@ _OWN: Mapping[str, Callable[[Size], Example]] = {
     "dit": _dit,
 }
 
-ARCHITECTURES = (*_HF, *_OWN)
+
+def _timm(name: str, size: Size) -> Example:
+    is_small = size == "small"
+    side = 64 if is_small else 224
+    with torch.device("cpu" if is_small else "meta"):
+        model = timm_model(name, is_small=is_small)
+    batch = (torch.randn(2, 3, side, side), torch.tensor([1, 2]))
+    return Example(model=model.train(), batch=batch, loss_fn=F.cross_entropy)
+
+
+_TIMM_PREFIX = "timm/"
+_HAS_TIMM = importlib.util.find_spec("timm") is not None
+ARCHITECTURES = (*_HF, *_OWN, *(_TIMM_PREFIX + name for name in TIMM if _HAS_TIMM))
 
 
 def build(name: str, size: Size) -> Example:
@@ -341,6 +356,8 @@ def build(name: str, size: Size) -> Example:
     torch.manual_seed(0)
     if name in _HF:
         return _hf(_HF[name], size)
+    if name.startswith(_TIMM_PREFIX):
+        return _timm(name.removeprefix(_TIMM_PREFIX), size)
     if size == "small":
         return _OWN[name](size)
     with torch.device("meta"):

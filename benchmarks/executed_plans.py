@@ -7,8 +7,10 @@ this machine. First the machine is profiled, as `autoplan profile` does, by as m
 once as will train: on fewer cores than processes each is slower, and so is its profile. Then every
 plan is priced, executed and measured: two steps under a meter of live tensor bytes, then steps
 without it for the time. Before each timed step all ranks run a yardstick, a fixed load that the
-profiling ran too: a step counts in yardsticks, so that what else the machine has to do cancels out
-as far as it slows both alike. Ratios are predicted / measured.
+profiling ran too: a step counts in yardsticks, so that what else the machine has to do, and more
+processes than cores, cancel out as far as they slow both alike. A profile is of medians of short
+kernels, which nothing interrupts, and so is the yardstick's own time. Ratios are predicted /
+measured.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("AUTOPLAN_CACHE", "off")  # predict from what this run measures
 
 import torch
 import torch.distributed as dist
@@ -183,7 +186,7 @@ class Row:
 
     Attributes:
         predicted_s, simulated_s: seconds of a step by the search's formula, and simulated.
-        measured_s: of the slowest rank, with the machine as busy as when it was profiled.
+        measured_s: of the slowest rank, as with a core of its own for every process.
         clock_s: as the clock saw it.
         predicted_bytes, measured_bytes: peak of each stage's fullest rank.
     """
@@ -232,7 +235,7 @@ def execute(plan: Plan) -> Measured:
     seconds, ratios = [], []
     for _ in range(TIMED_STEPS):
         dist.barrier()
-        yardstick_s = _yardstick_s()
+        yardstick_s = sum(_yardstick())
         dist.barrier()
         start = time.perf_counter()
         step()
@@ -245,13 +248,15 @@ def execute(plan: Plan) -> Measured:
     )
 
 
-def _yardstick_s() -> float:
-    """Return the seconds of a fixed load now."""
+def _yardstick() -> list[float]:
+    """Return the seconds of each piece of a fixed load now."""
     square = torch.ones(YARDSTICK_SIZE, YARDSTICK_SIZE)
-    start = time.perf_counter()
+    seconds = []
     for _ in range(YARDSTICK_PRODUCTS):
+        start = time.perf_counter()
         torch.mm(square, square)
-    return time.perf_counter() - start
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def _work(folder: Path) -> None:
@@ -269,13 +274,15 @@ def _measure(out: Path, budget_s: float) -> None:
     seconds: list[float] = []
 
     def measured(message: str, fraction: float) -> None:
-        seconds.append(_yardstick_s())
+        seconds.extend(_yardstick())
 
     torch.set_num_threads(1)
     profile = measure_device("cpu", budget_s=budget_s, with_links=False, progress=measured)
     if os.environ["RANK"] == "0":
         save_profile(profile, out)
-        out.with_suffix(".yardstick").write_text(str(statistics.median(seconds)))
+        out.with_suffix(".yardstick").write_text(
+            str(YARDSTICK_PRODUCTS * statistics.median(seconds))
+        )
 
 
 def profiles(

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import datetime
 import os
-import platform
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autoplan.errors import ProfileError
-from autoplan.profiles.catalog import ALIASES, list_profiles, save_profile
+from autoplan.profiles.catalog import load_profile, save_profile
 from autoplan.profiles.device import DeviceProfile
+from autoplan.profiles.here import describe, driver_of, find_device, profile_name
 from autoplan.profiles.link import LinkProfile
 from autoplan.profiles.measure_links import measure_collectives
+from autoplan.profiles.measure_numbers import measure_extras, measure_tensor_core_peaks
+from autoplan.profiles.measure_op_classes import measure_classes
 from autoplan.profiles.measure_ops import (
     measure_attention,
     measure_gemm,
@@ -31,7 +31,7 @@ from autoplan.profiles.measure_ops import (
     measure_peak,
 )
 from autoplan.profiles.origin import Origin
-from autoplan.profiles.tables import AttentionTable, CollectiveTable, GemmTable
+from autoplan.profiles.tables import AttentionTable, CollectiveTable, GemmTable, OpClassTable
 from autoplan.units import GIB
 
 __all__ = ["measure_device", "profile_command"]
@@ -43,8 +43,9 @@ PEAK_DTYPES = ("float64", "float16")  # one product each: CPUs have no tensor co
 PROCESSES_PER_HOST = 4  # that a CPU profile shares the host's memory between
 DISTRIBUTED_RESERVE_BYTES = int(1.45 * GIB)  # torch.distributed on CUDA: devices.csv, measured
 
-# Shares of the budget: GEMM and attention once per dtype, the rest once.
-GEMM_SHARE, ATTENTION_SHARE, MEMORY_SHARE, LINK_SHARE = 0.22, 0.1, 0.08, 0.2
+# Shares of the budget: GEMM, attention and classes once per dtype, the rest once.
+GEMM_SHARE, ATTENTION_SHARE, MEMORY_SHARE, LINK_SHARE = 0.16, 0.07, 0.08, 0.18
+CLASS_SHARE, EXTRAS_SHARE = 0.08, 0.06
 
 
 def profile_command(
@@ -58,6 +59,9 @@ def profile_command(
 ) -> Path:
     """Measure a device and write its profile; return the path of the file.
 
+    Where the file has a profile that this device and this torch measured, what is in it stays and
+    the budget goes to what is missing.
+
     Args:
         gpu: `cpu`, `cuda` (whatever is there), or a name of the catalog that must be there.
         out: file to write; None: `NAME.json` in the current folder.
@@ -69,14 +73,15 @@ def profile_command(
     Raises:
         ProfileError: if the device is not there; says which are.
     """
+    path = out or Path(f"{profile_name(find_device(gpu), gpu)}.json")
     profile = measure_device(
         gpu,
         budget_s=budget_s,
         with_links=with_links,
         gemm_shapes=gemm_shapes,
+        known=load_profile(path) if path.exists() else None,
         progress=progress,
     )
-    path = out or Path(f"{profile.name}.json")
     save_profile(profile, path)
     return path
 
@@ -88,6 +93,7 @@ def measure_device(
     num_threads: int = 1,
     with_links: bool = True,
     gemm_shapes: Sequence[tuple[int, int, int]] = (),
+    known: DeviceProfile | None = None,
     progress: Progress | None = None,
 ) -> DeviceProfile:
     """Return the measured profile of a device of this machine.
@@ -98,6 +104,7 @@ def measure_device(
         num_threads: threads of each process on a CPU.
         with_links: also measure collectives of 2 and 4 processes (one per GPU on CUDA).
         gemm_shapes: (m, n, k) to measure before the grid, for example those of a model.
+        known: an earlier profile; what this device and this torch measured of it stays.
         progress: called with a message and the fraction done.
 
     Raises:
@@ -110,13 +117,14 @@ def measure_device(
         )
     import torch
 
-    device = _find_device(name)
+    device = find_device(name)
     session = _Session(
         device=device,
         budget_s=budget_s,
         num_threads=num_threads,
         started=time.monotonic(),
         progress=progress or (lambda message, fraction: None),
+        known=known if known is not None and _is_ours(known, device, num_threads) else None,
     )
     threads_before = torch.get_num_threads()
     random_before = torch.get_rng_state()
@@ -141,6 +149,7 @@ class _Session:
     num_threads: int
     started: float
     progress: Progress
+    known: DeviceProfile | None
 
     def tell(self, message: str, fraction: float | None = None) -> None:
         spent = (time.monotonic() - self.started) / self.budget_s
@@ -151,6 +160,15 @@ class _Session:
 
     def slice_s(self, share: float, num_points: int) -> float:
         return share * self.budget_s / num_points
+
+
+def _is_ours(profile: DeviceProfile, device: Any, num_threads: int) -> bool:
+    """Return whether the tables of a profile were measured on this device with this torch."""
+    import torch
+
+    origin = profile.origins.get("measured")
+    here = (describe(device, num_threads), torch.__version__)
+    return origin is not None and (origin.device, origin.torch_version) == here
 
 
 def _measure_profile(
@@ -169,6 +187,8 @@ def _measure_profile(
     )
     gemm: list[GemmTable] = []
     attention: list[AttentionTable] = []
+    classes: list[OpClassTable] = []
+    known = session.known
     for dtype in TABLE_DTYPES:
         gemm += measure_gemm(
             device,
@@ -177,6 +197,7 @@ def _measure_profile(
             slice_s=session.slice_s(GEMM_SHARE, 150),
             origin="measured",
             shapes=gemm_shapes,
+            known=known.gemm if known else (),
             progress=session.tell,
         )
         attention += measure_attention(
@@ -185,6 +206,16 @@ def _measure_profile(
             deadline=session.deadline(ATTENTION_SHARE),
             slice_s=session.slice_s(ATTENTION_SHARE, 100),
             origin="measured",
+            known=known.attention if known else (),
+            progress=session.tell,
+        )
+        classes += measure_classes(
+            device,
+            dtype,
+            deadline=session.deadline(CLASS_SHARE),
+            slice_s=session.slice_s(CLASS_SHARE, 150),
+            origin="measured",
+            known=known.op_classes if known else (),
             progress=session.tell,
         )
     session.tell("optimizer")
@@ -192,13 +223,20 @@ def _measure_profile(
     optimizer = measure_optimizer_bytes_per_s(
         device, slice_s=session.slice_s(0.03, 1), num_parameters=2**26 if is_cuda else 2**21
     )
+    extras = measure_extras(
+        device,
+        deadline=session.deadline(EXTRAS_SHARE),
+        slice_s=session.slice_s(EXTRAS_SHARE, 12),
+        progress=session.tell,
+    )
+    extras = {**(known.measurements if known else {}), **extras}
     bandwidth = max(rate for table in memory for _, rate in table.rows)
     largest_copy = max(memory[0].rows)[1]
     peaks = _peaks(session, gemm)
     fields = {f"peak_flops_per_s.{dtype}": "peak" for dtype in peaks}
     return DeviceProfile(
-        name=_profile_name(device, name),
-        description=_description(session),
+        name=profile_name(device, name),
+        description=describe(session.device, session.num_threads),
         memory_bytes=memory_bytes,
         reserve_bytes=reserve_bytes,
         peak_flops_per_s=peaks,
@@ -209,9 +247,12 @@ def _measure_profile(
         gemm=tuple(gemm),
         attention=tuple(attention),
         memory_bound=memory,
+        op_classes=tuple(classes),
+        measurements=extras,
         origins=_origins(session),
         origin_by_field={
             **fields,
+            **{f"measurements.{name}": "extras" for name in extras},
             "memory_bytes": "memory",
             "reserve_bytes": "reserve",
             "memory_bandwidth_bytes_per_s": "bandwidth",
@@ -233,6 +274,7 @@ def _peaks(session: _Session, gemm: Sequence[GemmTable]) -> dict[str, float]:
         session.tell(f"peak of {dtype}")
         slice_s = session.slice_s(0.01, 1)
         peaks[dtype] = measure_peak(session.device, dtype, size=size, slice_s=slice_s)
+    peaks |= measure_tensor_core_peaks(session.device, slice_s=session.slice_s(0.01, 1))
     return peaks
 
 
@@ -287,43 +329,6 @@ def _measure_intra(session: _Session, profile: DeviceProfile) -> LinkProfile | N
     )
 
 
-def _find_device(name: str) -> Any:
-    """Return the `torch.device` that a name means; raise if it is not on this machine."""
-    import torch
-
-    key = name.lower().replace("-", "_")
-    if key == "cpu":
-        return torch.device("cpu")
-    there = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if not there:
-        raise ProfileError(
-            f"cannot measure {name!r}, no CUDA device: this machine has cpu ({cores} cores); "
-            "measure with cpu, or use a shipped profile without measuring"
-        )
-    if key in ("cuda", "gpu"):
-        return torch.device("cuda", 0)
-    known = ALIASES.get(key, key)
-    family = re.sub(r"^rtx_", "", known).split("_")[0]
-    if known not in list_profiles() or family not in there[0].lower():
-        raise ProfileError(
-            f"cannot measure {name!r}: this machine has {', '.join(there)} and cpu "
-            f"({cores} cores); measure with cuda or cpu"
-        )
-    return torch.device("cuda", 0)
-
-
-def _profile_name(device: Any, name: str) -> str:
-    if device.type == "cpu":
-        return "cpu"
-    key = name.lower().replace("-", "_")
-    if key not in ("cuda", "gpu"):
-        return ALIASES.get(key, key)
-    import torch
-
-    return re.sub(r"[^a-z0-9]+", "_", torch.cuda.get_device_name(device).lower()).strip("_")
-
-
 def _memory(device: Any) -> tuple[int, int]:
     """Return the memory of a device and what is taken before a model comes, bytes."""
     import torch
@@ -345,19 +350,6 @@ def _memory(device: Any) -> tuple[int, int]:
     return total, min(used, total // 2)
 
 
-def _description(session: _Session) -> str:
-    if session.device.type == "cuda":
-        import torch
-
-        return torch.cuda.get_device_name(session.device)
-    return f"{_cpu_text()}, {session.num_threads} thread per process"
-
-
-def _cpu_text() -> str:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"cpu: {cores} {platform.machine().replace('_', '-')} cores"
-
-
 def _origins(session: _Session) -> dict[str, Origin]:
     import torch
 
@@ -365,8 +357,8 @@ def _origins(session: _Session) -> dict[str, Origin]:
     measured = Origin(
         kind="measured",
         text="median after warm-up, autoplan.profiles.measure",
-        device=_description(session),
-        driver=f"CUDA {torch.version.cuda}" if is_cuda else "",
+        device=describe(session.device, session.num_threads),
+        driver=driver_of(session.device),
         torch_version=torch.__version__,
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
     )
@@ -375,6 +367,7 @@ def _origins(session: _Session) -> dict[str, Origin]:
         "peak": "highest rate of any product measured; float64 and float16 from one product each",
         "bandwidth": "highest rate of any copy measured, bytes read and written",
         "optimizer": "AdamW with foreach, 28 bytes per float32 parameter",
+        "extras": "one number each, autoplan.profiles.measure_numbers",
         "memory": "as the driver reports it",
         "reserve": f"{context}, plus 1.45 GiB for torch.distributed (published for 2 A100)",
         "host_link": "copy to pinned memory",
