@@ -49,7 +49,7 @@ from autoplan.step_buffers import StepBuffers, changed_states, several_changers
 from autoplan.step_means import StepMeans, find_denominators
 from autoplan.tensor_parallel import lower_calls, whole_calls
 
-__all__ = ["captured_for", "parallelize"]
+__all__ = ["captured_for", "emit_stage", "parallelize"]
 
 
 def parallelize(
@@ -83,14 +83,21 @@ def parallelize(
     program, problem = _recapture(plan, model, batch, loss_fn)
     agree(problem)
     assert program is not None, "no program without a problem"
-    if plan.mixed_precision != "none":
-        store_in_float32(model)
-    backend: Backend = "cuda" if place.type == "cuda" else "cpu"
-    program = replace(program, metas=true_metas(program, backend))
-    mesh = _mesh(plan, place, timeout_s)
-    module = _Emission(plan, program, model, place, mesh, timeout_s).build()
+    module = emit_stage(plan, program, model, place, timeout_s)
     seed_ranks(plan.mesh)
     return module
+
+
+def emit_stage(
+    plan: Plan, program: Program, model: nn.Module, device: torch.device, timeout_s: float
+) -> ParallelModule:
+    """Return this rank's part of a captured model; the process group has the plan's size."""
+    if plan.mixed_precision != "none":
+        store_in_float32(model)
+    backend: Backend = "cuda" if device.type == "cuda" else "cpu"
+    program = replace(program, metas=true_metas(program, backend))
+    mesh = _mesh(plan, device, timeout_s)
+    return _Emission(plan, program, model, device, mesh, timeout_s).build()
 
 
 def _check_world(plan: Plan) -> None:
@@ -174,10 +181,7 @@ class _Emission:
         stages = slice_program(program, cuts)
         _check_stages(program, stages)
         stage = stages[self._rank("pp")]
-        takes_unused = stage.index == 0
-        contents = root_contents(self.model, program, stage, takes_unused=takes_unused)
-        root = build_root(self.model, contents)
-        root.to(self.device)
+        root = build_root(self.model, root_contents(self.model, program, stage), self.device)
         group = self.mesh.get_group("dp") if self.mesh is not None else None
         means = self._means(stage, root, group)
         calls = self._bind_calls(stage, root, means)

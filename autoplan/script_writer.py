@@ -195,7 +195,7 @@ class _Script:
         if found:
             compiled = side_function(program, stage, [d.value for d in found], self.device)
             read = self._function("denominators", compiled, means, ())
-        contents = root_contents(self.model, program, stage, takes_unused=stage.index == 0)
+        contents = root_contents(self.model, program, stage)
         dtype = torch.bfloat16 if self.plan.mixed_precision == "bfloat16" else None
         arguments = {
             "run": run,
