@@ -122,6 +122,10 @@ class InAutocast:
         with torch.autocast(self._device_type, dtype=self._dtype, enabled=self._enabled):
             return self.inner(*args, **kwargs)
 
+    def arguments(self) -> tuple[str, ...]:
+        """Return the text of what it is made of beside the operator."""
+        return repr(self._device_type), str(self._dtype), str(self._enabled)
+
     def around(self, inner: Callable[..., Any]) -> InAutocast:
         """Return the same region around another operator."""
         return InAutocast(inner, self._device_type, self._dtype, self._enabled)

@@ -29,15 +29,35 @@ _KEPT_PARTIAL = "P!"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One way to run a block class: axes of its ops and what it recomputes."""
+    """One way to run a block class: axes of its ops and what it recomputes.
+
+    The last three are priced but not searched: `estimate` sets them.
+
+    Attributes:
+        axes: op name to axis, for ops that are not whole.
+        recompute: what the whole block keeps.
+        inner: ops that alone run again in backward, from what enters them.
+        is_sequence_parallel: activations cross block borders as slices of tokens.
+        slices_shared: parameters that several calls share may be sliced.
+    """
 
     axes: dict[str, str] = field(default_factory=dict)
     recompute: Recompute = field(default_factory=lambda: Recompute(mode="none"))
+    inner: tuple[str, ...] = ()
+    is_sequence_parallel: bool = False
+    slices_shared: bool = False
 
     @property
-    def key(self) -> tuple[tuple[tuple[str, str], ...], str, tuple[str, ...]]:
+    def key(self) -> tuple[object, ...]:
         """Return a hashable form."""
-        return tuple(sorted(self.axes.items())), self.recompute.mode, self.recompute.keep
+        return (
+            tuple(sorted(self.axes.items())),
+            self.recompute.mode,
+            self.recompute.keep,
+            self.inner,
+            self.is_sequence_parallel,
+            self.slices_shared,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

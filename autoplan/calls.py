@@ -18,7 +18,7 @@ from autoplan.recompute import KeepPlan, Nowhere, keep_plan, run_region
 from autoplan.segments import written_values
 from autoplan.stages import find_state
 
-__all__ = ["BoundCall", "install"]
+__all__ = ["BoundCall", "bind_call", "install", "written_places"]
 
 Localise = Callable[[torch.Tensor], torch.Tensor]
 
@@ -31,29 +31,39 @@ class BoundCall:
 
     def __init__(
         self,
-        graph: BlockGraph,
-        fqns: Sequence[str],
-        root: nn.Module,
+        function: Callable[..., Any],
+        holders: Sequence[tuple[dict[str, Any], str]],
+        localise: Sequence[Localise | None],
         *,
         mode: Literal["none", "full", "selective"],
-        keep: Sequence[str],
-        localise: Sequence[Localise | None],
-        device: torch.device,
+        keep: KeepPlan | None,
+        cloned: Sequence[int],
+        changed: Sequence[int],
         autocast: torch.dtype | None = None,
+        device_type: str = "cpu",
+        source: str = "",
     ) -> None:
-        self._holders = [find_state(root, fqn) for fqn in fqns]
+        """Bind `function(states, [region,] *inputs)`.
+
+        Args:
+            function: of a block graph; takes a region where `keep` is given.
+            holders: per state, the dictionary that holds it and its key.
+            localise: per state, how its local form is read; None: as it is stored.
+            mode, keep: what is recomputed and kept.
+            cloned: positions of inputs that the function writes to, in a recomputed region.
+            changed: positions of states that it writes to, likewise.
+            autocast, device_type: the autocast around the step; None if there is none.
+            source: its text.
+        """
+        self._function = function
+        self._holders = list(holders)
         self._localise = list(localise)
         self._mode = mode
-        self._autocast = functools.partial(around_step, autocast, device.type)
-        written = written_values(graph.ops) if mode != "none" else set()
-        self._cloned = [i for i, name in enumerate(graph.inputs) if name in written]
-        self._changed = [i for i, state in enumerate(graph.states) if state.name in written]
-        self._keep: KeepPlan | None = None
-        if mode == "selective":
-            self._keep = keep_plan(graph.ops, keep, is_autocast=autocast is not None)
-        compiled = compile_graph(graph, device, is_marked=self._keep is not None)
-        self._function = compiled.function
-        self.source = compiled.source
+        self._keep = keep
+        self._cloned = list(cloned)
+        self._changed = list(changed)
+        self._autocast = functools.partial(around_step, autocast, device_type)
+        self.source = source
 
     def __call__(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
         # Each call has a context of its own, so that its casts of weights do not outlive it in the
@@ -111,6 +121,45 @@ class BoundCall:
                 state = _OwnGradient.apply(state)  # type: ignore[no-untyped-call]
             states.append(state)
         return tuple(states)
+
+
+def bind_call(
+    graph: BlockGraph,
+    fqns: Sequence[str],
+    root: nn.Module,
+    *,
+    mode: Literal["none", "full", "selective"],
+    keep: Sequence[str],
+    localise: Sequence[Localise | None],
+    device: torch.device,
+    autocast: torch.dtype | None = None,
+) -> BoundCall:
+    """Return a (lowered) block graph bound to the states `fqns` of a stage's root."""
+    kept = None
+    if mode == "selective":
+        kept = keep_plan(graph.ops, keep, is_autocast=autocast is not None)
+    compiled = compile_graph(graph, device, is_marked=kept is not None)
+    cloned, changed = written_places(graph) if mode != "none" else ((), ())
+    return BoundCall(
+        compiled.function,
+        [find_state(root, fqn) for fqn in fqns],
+        localise,
+        mode=mode,
+        keep=kept,
+        cloned=cloned,
+        changed=changed,
+        autocast=autocast,
+        device_type=device.type,
+        source=compiled.source,
+    )
+
+
+def written_places(graph: BlockGraph) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the positions of the inputs and of the states that a graph writes to."""
+    written = written_values(graph.ops)
+    inputs = tuple(i for i, name in enumerate(graph.inputs) if name in written)
+    states = tuple(i for i, state in enumerate(graph.states) if state.name in written)
+    return inputs, states
 
 
 class _OwnGradient(torch.autograd.Function):

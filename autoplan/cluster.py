@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan import codec
+from autoplan.nodes import NODES
 from autoplan.profiles.catalog import load_profile
 from autoplan.profiles.device import DeviceProfile
 from autoplan.profiles.link import LinkProfile
@@ -21,8 +22,20 @@ from autoplan.units import format_bytes, parse_bytes
 
 __all__ = ["Cluster"]
 
-_FORMS = "write '4x8:a100_sxm_80gb' (nodes x GPUs per node : profile), '8:h100', or a YAML file"
-_YAML_KEYS = ("num_nodes", "gpus_per_node", "device", "device_memory", "reserve", "intra", "inter")
+_FORMS = (
+    "write '4x8:a100_sxm_80gb' (nodes x GPUs per node : profile), '8:h100', '16:dgx_h100' (nodes : "
+    "preset), or a YAML file"
+)
+_YAML_KEYS = (
+    "num_nodes",
+    "node",
+    "gpus_per_node",
+    "device",
+    "device_memory",
+    "reserve",
+    "intra",
+    "inter",
+)
 _LINK_KEYS = ("latency_s", "bytes_per_s", "setup_s")
 
 
@@ -76,12 +89,15 @@ class Cluster:
         """Return the cluster that a short text or a YAML file describes.
 
         Args:
-            text: `NODESxGPUS:PROFILE`, `GPUS:PROFILE` (one node), or a path ending in `.yaml` or
-                `.yml`. PROFILE is a name or alias of the catalog or a path ending in `.json`.
+            text: `NODESxGPUS:PROFILE`, `GPUS:PROFILE` (one node), `NODES:PRESET`, a preset alone
+                (one node), or a path ending in `.yaml` or `.yml`. PROFILE is a name or alias of the
+                catalog or a path ending in `.json`; a PRESET is a kind of node of
+                `autoplan.nodes.NODES`.
 
-                Keys of the file: `num_nodes` (default 1), `gpus_per_node`, `device` (PROFILE), and
-                optionally `device_memory` and `reserve` (bytes, or text such as `40GiB`), `intra`
-                and `inter` (each `latency_s`, `bytes_per_s` and optionally `setup_s`).
+                Keys of the file: `num_nodes` (default 1), and `node` (a preset) or `gpus_per_node`
+                and `device` (PROFILE), and optionally `device_memory` and `reserve` (bytes, or text
+                such as `40GiB`), `intra` and `inter` (each `latency_s`, `bytes_per_s` and
+                optionally `setup_s`).
 
         Raises:
             ValueError: if the text or a key of the file is wrong; says what is allowed.
@@ -90,6 +106,9 @@ class Cluster:
         text = str(text)
         if text.endswith((".yaml", ".yml")):
             return _from_yaml(Path(text))
+        preset = re.fullmatch(r"\s*(?:(\d+)\s*:)?\s*(\S+)\s*", text)
+        if preset is not None and preset.group(2) in NODES:
+            return _of_nodes(preset.group(2), int(preset.group(1) or 1))
         match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*:\s*(\S+)\s*", text)
         if match is None:
             raise ValueError(f"{text!r} is not a cluster: {_FORMS}")
@@ -242,12 +261,10 @@ def _from_yaml(path: Path) -> Cluster:
         raise ValueError(f"cannot read the cluster file {path}: {error}") from None
     if not isinstance(document, dict):
         raise ValueError(f"{path}: must be a mapping with the keys {', '.join(_YAML_KEYS)}")
-    _check_keys(str(path), document, _YAML_KEYS, ("gpus_per_node", "device"))
-    if not isinstance(document["device"], str):
-        raise ValueError(f"{path}: device: must be the name of a profile")
+    needed = ("node",) if "node" in document else ("gpus_per_node", "device")
+    _check_keys(str(path), document, _YAML_KEYS, needed)
     num_nodes = _count(path, document, "num_nodes", 1)
-    gpus = _count(path, document, "gpus_per_node", 1)
-    device = load_profile(document["device"])
+    gpus, device = _node_of(path, document)
     links = {level: _link(path, document, level) for level in ("intra", "inter")}
     try:
         device = replace(
@@ -261,6 +278,41 @@ def _from_yaml(path: Path) -> Cluster:
         )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _node_of(path: Path, document: Mapping[str, Any]) -> tuple[int, DeviceProfile]:
+    """Return devices per node and their profile, from `node` or from the two keys themselves."""
+    if "node" in document:
+        name = document["node"]
+        if name not in NODES:
+            raise ValueError(f"{path}: node: must be one of {', '.join(NODES)}, got {name!r}")
+        if "device" in document:
+            raise ValueError(f"{path}: device: the node {name} has one already, leave it out")
+        preset = _of_nodes(name, 1)
+        return _count(path, document, "gpus_per_node", preset.gpus_per_node), replace(
+            preset.device, intra=preset.intra, inter=preset.inter
+        )
+    if not isinstance(document["device"], str):
+        raise ValueError(f"{path}: device: must be the name of a profile")
+    return _count(path, document, "gpus_per_node", 1), load_profile(document["device"])
+
+
+def _of_nodes(name: str, num_nodes: int) -> Cluster:
+    node = NODES[name]
+    device = load_profile(node.device)
+    inter = device.inter
+    if node.network_bytes_per_s is not None and inter is not None:
+        inter = LinkProfile.from_numbers(
+            name=f"{name} network",
+            level="inter",
+            latency_s=inter.latency_s,
+            setup_s=inter.setup_s,
+            bytes_per_s=node.network_bytes_per_s,
+            source=node.source,
+        )
+    return Cluster.from_device(
+        replace(device, inter=inter), num_nodes=num_nodes, gpus_per_node=node.gpus
+    )
 
 
 def _check_keys(

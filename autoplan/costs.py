@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from autoplan.cluster import Cluster
 from autoplan.frontiers import Decision, Frontiers
+from autoplan.fusion import fused_kernels
 from autoplan.graph import Trace
+from autoplan.inner_recompute import folded
 from autoplan.liveness import BlockMemory, block_memory, redone_ops
 from autoplan.local import LocalBlock, LocalOp, localize
 from autoplan.memory import (
@@ -25,7 +27,15 @@ from autoplan.memory import (
 )
 from autoplan.search.problem import BlockOption
 from autoplan.settings import Setting, Workload, shared_states
-from autoplan.times import Tally, Timer, overlaps_communication
+from autoplan.step_costs import (
+    copy_bytes,
+    data_parallel_times,
+    exposed_s,
+    optimizer_bytes,
+    pipeline_step_s,
+    transfer_s,
+)
+from autoplan.times import OpTime, Tally, Timer, overlaps_communication
 
 __all__ = ["BlockPrice", "PlanPrice", "Pricer"]
 
@@ -43,6 +53,7 @@ class _BlockBase:
     compute_backward_s: float
     comm_forward_s: float
     comm_backward_s: float
+    summed_s: float
     redo_s: float
     redo_comm_s: float
     weight_backward_s: float
@@ -106,7 +117,7 @@ class Pricer:
     _decisions: dict[tuple[int, int], tuple[Decision, ...]] = field(default_factory=dict)
     _bases: dict[tuple[int, int, object], _BlockBase] = field(default_factory=dict)
     _fastest_s: dict[tuple[int, int], float] = field(default_factory=dict)
-    _timers: dict[int, Timer] = field(default_factory=dict)
+    _timers: dict[tuple[int, bool], Timer] = field(default_factory=dict)
     _shared: dict[int, frozenset[str]] | None = None
     _options: dict[tuple[object, ...], BlockOption] = field(default_factory=dict)
     _held: list[frozenset[str]] | None = None
@@ -160,11 +171,15 @@ class Pricer:
             self._shared = shared_states(self.trace)
         return self._shared.get(block, frozenset())
 
-    def timer(self, tp: int) -> Timer:
-        """Return the timer of a tensor-parallel degree."""
-        if tp not in self._timers:
-            self._timers[tp] = Timer(self.cluster, tp, self.tally)
-        return self._timers[tp]
+    def timer(self, tp: int, *, is_glue: bool = False) -> Timer:
+        """Return the timer of a tensor-parallel degree; glue multiplies in the trace's dtype."""
+        key = (tp, is_glue)
+        if key not in self._timers:
+            dtype = None if is_glue else self.workload.product_dtype
+            self._timers[key] = Timer(
+                self.cluster, tp, self.tally, dtype, self.workload.attention_kernel
+            )
+        return self._timers[key]
 
     def base(self, block: int, decision: Decision, tp: int) -> _BlockBase:
         """Return what a decision costs by itself."""
@@ -174,24 +189,53 @@ class Pricer:
         return self._bases[key]
 
     def _make_base(self, block: int, decision: Decision, tp: int) -> _BlockBase:
-        local = localize(self.trace.blocks[block], decision.axes, tp, self.whole_states(block))
-        timer = self.timer(tp)
-        times = {op.name: timer.op_time(op) for op in local.ops}
+        local = localize(
+            self.trace.blocks[block],
+            decision.axes,
+            tp,
+            frozenset() if decision.slices_shared else self.whole_states(block),
+            is_sequence_parallel=decision.is_sequence_parallel,
+            regathers=self.workload.engine.regathers_sequence,
+        )
+        times = self._op_times(local, tp)
+        states = {state.name for state in local.block.states}
+        summed = [times[op.name] for op in local.ops if op.op is None and op.inputs[0] in states]
         redone = [times[op.name] for op in redone_ops(local, decision.recompute)]
+        redone += [times[name] for name in decision.inner if decision.recompute.mode == "none"]
+        kept = folded(local, decision.inner)
         return _BlockBase(
             local=local,
-            memory=block_memory(local, decision.recompute),
-            accumulating=block_memory(local, decision.recompute, accumulating=True),
+            memory=block_memory(kept, decision.recompute),
+            accumulating=block_memory(
+                _without_gradients(kept) if self.workload.engine.has_gradient_buffer else kept,
+                decision.recompute,
+                accumulating=True,
+            ),
             compute_forward_s=sum(t.forward_s for t in times.values()),
             compute_backward_s=sum(t.backward_s for t in times.values()),
             comm_forward_s=sum(t.forward_comm_s for t in times.values()),
-            comm_backward_s=sum(t.backward_comm_s for t in times.values()),
+            comm_backward_s=sum(t.backward_comm_s for t in times.values())
+            - sum(t.backward_comm_s for t in summed),
+            summed_s=sum(t.backward_comm_s for t in summed),
             redo_s=sum(t.forward_s + t.forward_comm_s for t in redone),
             redo_comm_s=sum(t.forward_comm_s for t in redone),
             weight_backward_s=sum(
                 times[op.name].backward_s / 2 for op in local.ops if _has_weight_gradient(op)
             ),
         )
+
+    def _op_times(self, local: LocalBlock, tp: int) -> dict[str, OpTime]:
+        """Return the seconds of each op; a joint kernel counts with its first."""
+        timer = self.timer(tp, is_glue=local.block.is_glue)
+        times = {op.name: timer.op_time(op) for op in local.ops}
+        for kernel in fused_kernels(local) if self.workload.is_compiled else ():
+            if len(kernel.ops) > 1:
+                times |= dict.fromkeys(kernel.ops, OpTime(forward_s=0.0, backward_s=0.0))
+                times[kernel.ops[0]] = OpTime(
+                    forward_s=timer.memory_s(kernel.forward_bytes),
+                    backward_s=timer.memory_s(kernel.backward_bytes),
+                )
+        return times
 
     def group(self, call: int, decision: Decision, setting: Setting, held: set[str]) -> GroupBytes:
         """Return the parameter bytes of a call; parameters in `held` are there already.
@@ -236,63 +280,72 @@ class Pricer:
         block = self.trace.calls[call].block
         base = self.base(block, decision, setting.tp)
         group = self.group(call, decision, setting, set())
-        gather_s, reduce_s, once_zero_s = self._zero_times(group, setting)
-        regather_s = gather_s if setting.zero_stage >= 3 else 0.0
+        comm = data_parallel_times(group, setting, self.workload, self.cluster)
+        regather_s = comm.gather_s if setting.zero_stage >= 3 else 0.0
         forward = base.compute_forward_s + base.comm_forward_s
         backward = base.compute_backward_s + base.comm_backward_s + base.redo_s
+        # Gradients of whole parameters that see slices of tokens: summed once into a buffer.
+        has_buffer = self.workload.engine.has_gradient_buffer
+        summed_s = base.summed_s if has_buffer else 0.0
+        tensor_s = base.comm_forward_s + base.comm_backward_s + base.summed_s - summed_s
+        backward += base.summed_s - summed_s
+        again_s = regather_s + comm.reduce_s
+        copy_f, copy_b, copy_once = self._copy_times(group, setting)
+        once_zero_s = comm.once_gather_s + comm.once_reduce_s
         if overlaps_communication(self.cluster):
-            exposed_f = max(0.0, gather_s - forward)
-            exposed_b = max(0.0, regather_s + reduce_s - backward)
-            once_zero_s = max(0.0, once_zero_s - backward)
+            exposed_f = exposed_s(comm.gather_s, forward)
+            exposed_b = exposed_s(again_s, backward)
+            if self.workload.engine.overlaps_reduction:
+                once_zero_s = exposed_s(comm.once_gather_s, forward)
+                once_zero_s += exposed_s(comm.once_reduce_s, backward)
         else:
-            exposed_f, exposed_b = gather_s, regather_s + reduce_s
+            exposed_f, exposed_b = comm.gather_s, again_s
+        exposed_f, exposed_b = exposed_f + copy_f, exposed_b + copy_b
+        once_zero_s += copy_once
         optimizer_s = self._optimizer_time(group, setting)
         return BlockPrice(
             forward_s=forward + exposed_f,
             backward_s=backward + exposed_b,
-            once_s=once_zero_s + optimizer_s,
+            once_s=once_zero_s + optimizer_s + summed_s,
             by_category={
                 "compute": base.compute_forward_s + base.compute_backward_s,
                 "recompute": base.redo_s,
-                "tensor_parallel": base.comm_forward_s + base.comm_backward_s,
+                "tensor_parallel": tensor_s,
                 "zero": exposed_f + exposed_b,
             },
-            once_by_category={"zero": once_zero_s, "optimizer": optimizer_s},
+            once_by_category={
+                "zero": once_zero_s,
+                "optimizer": optimizer_s,
+                "tensor_parallel": summed_s,
+            },
         )
 
-    def _zero_times(self, group: GroupBytes, setting: Setting) -> tuple[float, float, float]:
-        """Return seconds of a gather and a reduction per micro-batch, and of both once a step.
-
-        Stage 3 gathers (twice) and reduce-scatters for every micro-batch, stage 2 gathers once a
-        step and reduce-scatters for every micro-batch, stage 1 does both once a step; stage 0
-        all-reduces once a step (Rajbhandari et al. 2020, section 7; docs/design/memory-of-fsdp.md).
-        """
-        gather, reduce = self.zero_seconds(group, setting)
-        if setting.zero_stage <= 1:
-            return 0.0, 0.0, gather + reduce
+    def _copy_times(self, group: GroupBytes, setting: Setting) -> tuple[float, float, float]:
+        """Return seconds of copies around collectives: forward, backward, once a step."""
+        timer = self.timer(setting.tp)
+        gather, reduce = map(timer.memory_s, copy_bytes(group, setting, self.workload))
+        if setting.zero_stage == 3:
+            return gather, gather + reduce, 0.0
         if setting.zero_stage == 2:
             return 0.0, reduce, gather
-        return gather, reduce, 0.0
+        return 0.0, 0.0, gather + reduce
 
     def zero_seconds(self, group: GroupBytes, setting: Setting) -> tuple[float, float]:
         """Return seconds of one gather of a group's parameters and one reduction of its gradients.
 
-        Stage 0 never gathers and all-reduces; the others reduce-scatter.
+        Copies around them included. Stage 0 never gathers and all-reduces; the others
+        reduce-scatter.
         """
-        if setting.dp == 1 or group.gathered == 0:
-            return 0.0, 0.0
-        link = self.cluster.link_for(setting.dp, setting.tp)
-        if setting.zero_stage == 0:
-            nbytes = group.gathered_grads
-            return 0.0, link.collective_time_s("all_reduce", nbytes, setting.dp)
+        comm = data_parallel_times(group, setting, self.workload, self.cluster)
+        gather, reduce = copy_bytes(group, setting, self.workload)
+        timer = self.timer(setting.tp)
         return (
-            link.collective_time_s("all_gather", group.gathered, setting.dp),
-            link.collective_time_s("reduce_scatter", group.gathered_grads, setting.dp),
+            comm.gather_s + comm.once_gather_s + timer.memory_s(gather),
+            comm.reduce_s + comm.once_reduce_s + timer.memory_s(reduce),
         )
 
     def _optimizer_time(self, group: GroupBytes, setting: Setting) -> float:
-        shards = setting.dp if setting.zero_stage >= 1 else 1
-        traffic = group.trained / shards * self.workload.optimizer.traffic_bytes_per_byte
+        traffic = optimizer_bytes(group, setting, self.workload)
         if traffic == 0:
             return 0.0
         return self.tally.add(self.cluster.device.optimizer_time_s(traffic))
@@ -348,10 +401,12 @@ class Pricer:
                     own = (place, local.state_bytes[state.name])
                     readers.setdefault(canonical.get(fqn, fqn), []).append(own)
         for found in readers.values():
-            last, nbytes = found[-1]
-            if last != found[0][0]:
-                group = blocks[last].group
-                early = replace(group, early_grads=group.early_grads + nbytes)
+            (first, _), (last, nbytes) = found[0], found[-1]
+            if first != last:
+                late, early = blocks[first].group, blocks[last].group
+                late = replace(late, late_grads=late.late_grads + nbytes)
+                early = replace(early, early_grads=early.early_grads + nbytes)
+                blocks[first] = replace(blocks[first], group=late)
                 blocks[last] = replace(blocks[last], group=early)
         return tuple(blocks)
 
@@ -468,10 +523,10 @@ class Pricer:
         """Return the bytes of one unit of memory in the search: about 2**-20 of the capacity."""
         return max(1, self.cluster.capacity_bytes >> 20)
 
-    def boundary_s(self, setting: Setting, cut: int) -> float:
+    def boundary_s(self, setting: Setting, cut: int, *, is_sliced: bool = False) -> float:
         """Return the seconds of sending one micro-batch's activations over a cut, one way."""
-        link = self.cluster.link_for(2, setting.dp * setting.tp)
-        return link.collective_time_s("send", self.trace.crossing_bytes[cut - 1], 2)
+        nbytes = self.trace.crossing_bytes[cut - 1]
+        return transfer_s(nbytes, setting, self.workload, self.cluster, is_sliced=is_sliced)
 
     def plan_price(
         self, setting: Setting, ends: Sequence[int], decisions: Sequence[Decision]
@@ -484,8 +539,7 @@ class Pricer:
             decisions: one per call.
 
         Returns:
-            Step time: sum of stage times + (m - 1) * slowest stage + slowest once-a-step part
-            (1F1B without interleaving, Narayanan et al. 2021, section 2.2).
+            Step time: that of the pipeline and the slowest once-a-step part.
         """
         starts = [0, *ends[:-1]]
         stage_s, memories, once = [], [], []
@@ -496,7 +550,7 @@ class Pricer:
         slowest: tuple[float, dict[str, float]] = (-1.0, {})
         for stage, (start, end) in enumerate(zip(starts, ends, strict=True)):
             prices = [self.price(c, decisions[c], setting) for c in range(start, end)]
-            transfer = self._stage_transfer_s(setting, stage, starts)
+            transfer = self._stage_transfer_s(setting, stage, starts, decisions)
             seconds = sum(p.forward_s + p.backward_s for p in prices) + transfer
             stage_s.append(seconds)
             once.append(sum(p.once_s for p in prices))
@@ -504,10 +558,11 @@ class Pricer:
             if seconds > slowest[0]:
                 slowest = (seconds, {**by_category, "pipeline": transfer})
             memories.append(self._stage_memory(setting, stage, starts, ends, decisions))
-        step = sum(stage_s) + (m - 1) * max(stage_s) + max(once)
+        pipeline_s = pipeline_step_s(stage_s, setting)
+        step = pipeline_s + max(once)
         for name, seconds in slowest[1].items():
             totals[name] += m * seconds
-        totals["pipeline"] += sum(stage_s) - max(stage_s)
+        totals["pipeline"] += pipeline_s - m * max(stage_s)
         index = once.index(max(once))
         calls = range(starts[index], ends[index])
         parts = _summed(self.price(c, decisions[c], setting).once_by_category for c in calls)
@@ -520,13 +575,21 @@ class Pricer:
             memory=tuple(memories),
         )
 
-    def _stage_transfer_s(self, setting: Setting, stage: int, starts: Sequence[int]) -> float:
+    def _stage_transfer_s(
+        self,
+        setting: Setting,
+        stage: int,
+        starts: Sequence[int],
+        decisions: Sequence[Decision],
+    ) -> float:
+        """Return seconds of what a stage sends and receives for one micro-batch."""
+        is_sliced = decisions[starts[stage]].is_sequence_parallel
         seconds = 0.0
         if stage > 0:
-            seconds += self.boundary_s(setting, starts[stage])
+            seconds += self.boundary_s(setting, starts[stage], is_sliced=is_sliced)
         if stage < setting.pp - 1:
-            seconds += self.boundary_s(setting, starts[stage + 1])
-        return seconds
+            seconds += self.boundary_s(setting, starts[stage + 1], is_sliced=is_sliced)
+        return seconds * setting.virtual_stages
 
     def _stage_memory(
         self,
@@ -539,6 +602,8 @@ class Pricer:
         calls = range(starts[stage], ends[stage])
         blocks = self.stage_blocks(calls, [decisions[c] for c in calls], setting)
         entering, leaving = self.crossing(setting, stage, starts)
+        if decisions[starts[stage]].is_sequence_parallel:
+            entering, leaving = -(-entering // setting.tp), -(-leaving // setting.tp)
         return stage_memory(
             blocks,
             setting,
@@ -551,6 +616,7 @@ class Pricer:
             entering=entering,
             leaving=leaving,
             reserve=self.cluster.reserved_bytes,
+            engine=self.workload.engine,
         )
 
     def batch_bytes(self, setting: Setting) -> int:
@@ -573,6 +639,11 @@ def _has_weight_gradient(op: LocalOp) -> bool:
         and traced.forward_flops > 0
         and round(traced.backward_flops / traced.forward_flops) >= 2
     )
+
+
+def _without_gradients(local: LocalBlock) -> LocalBlock:
+    """Return a block whose products add their weight gradients to a buffer as they make them."""
+    return replace(local, ops=tuple(replace(op, parameter_grads=()) for op in local.ops))
 
 
 def _ticks(seconds: float) -> int:

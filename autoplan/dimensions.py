@@ -7,7 +7,7 @@ enters; dimensions that mean the same at another extent pass it on. What nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -16,9 +16,9 @@ from autoplan.axes import Analysis, Atom, Dim, equate, leaves, singles
 from autoplan.axis_rules import analyse
 from autoplan.dimension_evidence import BATCH, LAST_RESORT, Evidence, Told, evidence_of
 from autoplan.dimension_rules import MORE_RULES
-from autoplan.graph import DimensionKind, OpDimensions
-from autoplan.program import BlockGraph, Program, State
-from autoplan.sharding import needs_gradient, sliced_options
+from autoplan.graph import DimensionKind, OpDimensions, Placement, ShardOption
+from autoplan.program import BlockGraph, Op, Program, State
+from autoplan.sharding import needs_gradient, sliced_options, told_options
 
 __all__ = ["program_dimensions"]
 
@@ -182,6 +182,16 @@ class _Kinds:
         return "*".join(kind for kind, _ in groupby(kinds)) or "unknown"
 
 
+def _named(option: ShardOption, op: Op, labels: Callable[[str], tuple[str, ...]]) -> ShardOption:
+    """Return an option that the user registered, with what it slices as its axis."""
+    texts = zip((*op.inputs(), op.name), (*option.inputs, option.output), strict=True)
+    name, placement = next(
+        (n, p) for n, text in texts if (p := Placement.parse(text)).kind == "shard"
+    )
+    found = labels(name)
+    return replace(option, axis=found[placement.dim] if found else "unknown")
+
+
 def _all_dims(found: Analysis) -> Iterator[Dim]:
     for dims in found.dims.values():
         yield from dims
@@ -206,6 +216,7 @@ def _op_dimensions(graph: BlockGraph, found: Analysis, kinds: _Kinds) -> dict[st
     for op in graph.ops:
         rule = found.rules.get(op.name)
         slices = sliced_options(op, rule, found, trained, names) if rule is not None else []
+        slices += [_named(option, op, labels) for option in told_options(op, graph)]
         result[op.name] = OpDimensions(
             inputs=tuple(labels(name) for name in op.inputs()),
             output=labels(op.name),

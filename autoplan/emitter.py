@@ -8,7 +8,7 @@ the block modules, and torch's pipeline schedules drive the stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,9 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoplan import compat
 from autoplan.autocast import dtype_of
+from autoplan.backends import Backend
 from autoplan.batches import BatchDims
-from autoplan.calls import BoundCall, install
+from autoplan.calls import BoundCall, bind_call, install
 from autoplan.capturer import capture
+from autoplan.entries import Entry
 from autoplan.errors import EmitError, PlanError
 from autoplan.executor import compile_graph
 from autoplan.layout_check import check_layouts
@@ -29,14 +31,16 @@ from autoplan.microbatches import pipeline_runner
 from autoplan.plan import Plan
 from autoplan.processes import agree, ensure_process_group, seed_ranks
 from autoplan.program import Program
+from autoplan.runner import true_metas
 from autoplan.runtime import BatchSplitter, ParallelModule, Tie
-from autoplan.sharders import Sharder, Unsharded, shard
+from autoplan.sharders import Sharder, Unsharded, shard, store_in_float32
 from autoplan.stages import (
     StageRoot,
     StageSlice,
     build_root,
     crossing_metas,
     find_state,
+    root_contents,
     side_function,
     slice_program,
     stage_function,
@@ -45,7 +49,7 @@ from autoplan.step_buffers import StepBuffers, changed_states, several_changers
 from autoplan.step_means import StepMeans, find_denominators
 from autoplan.tensor_parallel import lower_calls, whole_calls
 
-__all__ = ["parallelize"]
+__all__ = ["captured_for", "emit_stage", "parallelize"]
 
 
 def parallelize(
@@ -79,19 +83,21 @@ def parallelize(
     program, problem = _recapture(plan, model, batch, loss_fn)
     agree(problem)
     assert program is not None, "no program without a problem"
-    if plan.mixed_precision != "none":
-        _store_in_float32(model)
-    mesh = _mesh(plan, place, timeout_s)
-    module = _Emission(plan, program, model, place, mesh, timeout_s).build()
+    module = emit_stage(plan, program, model, place, timeout_s)
     seed_ranks(plan.mesh)
     return module
 
 
-def _store_in_float32(model: nn.Module) -> None:
-    """Turn parameters of a smaller dtype into float32 masters; FSDP computes with casts of them."""
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter.element_size() < 4:
-            parameter.data = parameter.data.float()
+def emit_stage(
+    plan: Plan, program: Program, model: nn.Module, device: torch.device, timeout_s: float
+) -> ParallelModule:
+    """Return this rank's part of a captured model; the process group has the plan's size."""
+    if plan.mixed_precision != "none":
+        store_in_float32(model)
+    backend: Backend = "cuda" if device.type == "cuda" else "cpu"
+    program = replace(program, metas=true_metas(program, backend))
+    mesh = _mesh(plan, device, timeout_s)
+    return _Emission(plan, program, model, device, mesh, timeout_s).build()
 
 
 def _check_world(plan: Plan) -> None:
@@ -118,23 +124,32 @@ def _recapture(
             f"{on_meta[0]} is on the meta device: give the model its weights before running a plan"
         )
     try:
-        program = capture(
-            model,
-            batch,
-            loss_fn,
-            microbatch_size=plan.microbatch_size,
-            batch_dim=BatchDims(plan.batch_dims) if plan.batch_dims else 0,
-            autocast=dtype_of(plan.autocast),
-        )
+        return captured_for(plan, model, batch, loss_fn), None
     except Exception as error:  # handed to `agree`, which raises it on every rank
         return None, error
+
+
+def captured_for(
+    plan: Plan, model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor] | None
+) -> Program:
+    """Return the program of a model that a plan was made for; see `parallelize`.
+
+    Raises:
+        PlanError: the plan is of another model, or its layouts cannot run.
+        TraceError: the model cannot be captured.
+    """
+    program = capture(
+        model,
+        batch,
+        loss_fn,
+        microbatch_size=plan.microbatch_size,
+        batch_dim=BatchDims(plan.batch_dims) if plan.batch_dims else 0,
+        autocast=dtype_of(plan.autocast),
+    )
     if program.fingerprint != plan.fingerprint:
-        return None, PlanError(explain_mismatch(plan, program, type(model).__name__))
-    try:
-        check_layouts(plan, program)
-    except PlanError as error:
-        return None, error
-    return program, None
+        raise PlanError(explain_mismatch(plan, program, type(model).__name__))
+    check_layouts(plan, program)
+    return program
 
 
 def _mesh(plan: Plan, device: torch.device, timeout_s: float) -> DeviceMesh | None:
@@ -166,8 +181,7 @@ class _Emission:
         stages = slice_program(program, cuts)
         _check_stages(program, stages)
         stage = stages[self._rank("pp")]
-        root = build_root(self.model, program, stage, takes_unused=stage.index == 0)
-        root.to(self.device)
+        root = build_root(self.model, root_contents(self.model, program, stage), self.device)
         group = self.mesh.get_group("dp") if self.mesh is not None else None
         means = self._means(stage, root, group)
         calls = self._bind_calls(stage, root, means)
@@ -214,8 +228,8 @@ class _Emission:
         for block in plan.stages[stage.index].blocks:
             call = program.calls[block.call]
             recompute = plan.recompute[block.recompute]
-            calls[block.call] = BoundCall(
-                means.bind(block.call, local[block.call].graph),
+            calls[block.call] = bind_call(
+                means.bind(program, block.call, local[block.call].graph),
                 call.states,
                 root,
                 mode=recompute.mode,
@@ -241,7 +255,7 @@ class _Emission:
             values: Sequence[torch.Tensor] = compiled.function(side(), *batch)
             return values
 
-        return StepMeans(program, found, read, group)
+        return StepMeans(found, read, group)
 
     def _side_values(
         self, stage: StageSlice, root: StageRoot
@@ -273,7 +287,7 @@ class _Emission:
         def run(
             activations: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]
         ) -> tuple[torch.Tensor, ...]:
-            entered = [_Entry.apply(x) for x in activations]  # type: ignore[no-untyped-call]
+            entered = [Entry.apply(x) for x in activations]  # type: ignore[no-untyped-call]
             changed.enter()
             outputs = compiled.function(call, side(), *entered, *batch)
             changed.leave()
@@ -310,15 +324,19 @@ class _Emission:
         if self.plan.mesh.pp == 1:
             return lambda count: holder[0].run_microbatches(count)
         assert self.mesh is not None, "a pipeline has a mesh"
+        program, dtype = self.program, self._compute_dtype
+        is_wrapped = self.plan.mesh.dp > 1 or self._is_mixed
         return pipeline_runner(
-            self.plan,
-            self.program,
-            stage,
             root,
+            index=stage.index,
             num_stages=num_stages,
+            schedule=self.plan.schedule,
+            num_microbatches=self.plan.num_microbatches,
+            inputs=crossing_metas(program, stage.inputs, dtype),
+            outputs=crossing_metas(program, stage.outputs, dtype),
+            is_hidden=self.plan.zero_stage >= 2 and is_wrapped,
             device=self.device,
             group=self.mesh.get_group("pp"),
-            compute_dtype=self._compute_dtype,
         )
 
     def _splitter(self, stage: StageSlice) -> BatchSplitter:
@@ -383,15 +401,3 @@ def _check_stages(program: Program, stages: Sequence[StageSlice]) -> None:
             f"the forward changes {fqn} on stages {where}, whose copies would differ: put the "
             "blocks that use it on one stage"
         )
-
-
-class _Entry(torch.autograd.Function):
-    """Let an activation enter a stage; its gradient leaves contiguous, as sending needs it."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.contiguous()

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
-from autoplan.plan import Plan, SearchRecord
-from autoplan.planner import make_planner
+from autoplan.costs import PlanPrice
+from autoplan.engines import AUTOPLAN, Engine, engine_named
+from autoplan.errors import PlanError
+from autoplan.frontiers import Decision
+from autoplan.graph import BlockTrace, Trace
+from autoplan.inner_recompute import attention_core
+from autoplan.plan import Plan, Recompute, SearchRecord
+from autoplan.planner import Planner, make_planner
 from autoplan.settings import Setting
-from autoplan.simple import even_ends, simple_decisions
+from autoplan.simple import even_block_ends, even_ends, simple_decisions
+from autoplan.tensor_layout import megatron_axes
 from autoplan.units import format_bytes
 
 __all__ = ["Estimate", "estimate"]
+
+_RECOMPUTE = ("none", "full", "attention")
+RecomputeRule = Callable[[BlockTrace], Recompute]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +41,7 @@ class Estimate:
         time_by_category: seconds of a step by category.
         capacity_bytes: what a device may use.
         fits: every stage is within it.
-        plan: the configuration as a plan with status `priced`; it can be saved and run.
+        written: the plan, or None where autoplan prices the configuration but does not emit it.
     """
 
     step_time_s: float
@@ -40,7 +50,22 @@ class Estimate:
     time_by_category: dict[str, float]
     capacity_bytes: int
     fits: bool
-    plan: Plan
+    written: Plan | None
+
+    @property
+    def plan(self) -> Plan:
+        """Return the configuration as a plan with status `priced`; it can be saved and run.
+
+        Raises:
+            PlanError: autoplan prices this configuration but does not emit it.
+        """
+        if self.written is None:
+            raise PlanError(
+                "this configuration is priced only, it has no plan that could be run: leave out "
+                "engine, tensor_layout, virtual_stages, product_dtype, is_compiled, traces and "
+                "recompute='attention'"
+            )
+        return self.written
 
     @property
     def margin_bytes(self) -> int:
@@ -73,9 +98,17 @@ def estimate(
     pp: int = 1,
     zero_stage: int = 0,
     microbatch_size: int = 1,
-    recompute: str = "none",
+    recompute: str | RecomputeRule = "none",
     schedule: str = "1f1b",
-    stage_ends: Sequence[int] | None = None,
+    virtual_stages: int = 1,
+    stage_ends: Sequence[int] | Literal["blocks"] | None = None,
+    tensor_layout: str = "fastest",
+    sequence_parallel: bool = False,
+    engine: str | Engine = "autoplan",
+    product_dtype: str | None = None,
+    is_compiled: bool = False,
+    attention_kernel: str = "",
+    traces: MutableMapping[int, Trace] | None = None,
 ) -> Estimate:
     """Return what a given configuration takes and needs.
 
@@ -85,9 +118,22 @@ def estimate(
         dp, tp, pp: degrees; dp defaults to what the cluster leaves.
         zero_stage: 0 to 3; without data parallelism nothing is sharded.
         microbatch_size: rows.
-        recompute: `none`, or `full` for every block.
+        recompute: `none`; `full` for every block; `attention`: its core alone runs again; or a
+            function that says for a block what it keeps.
         schedule: `1f1b` or `gpipe`, where pp > 1.
-        stage_ends: per stage the index after its last block of the chain; default: equal counts.
+        virtual_stages: parts per rank of an interleaved 1F1B schedule.
+        stage_ends: per stage the index after its last block of the chain; `blocks`: repeated blocks
+            in equal numbers, what comes before on the first stage and after on the last; default:
+            equal counts of everything.
+        tensor_layout: `fastest`: placements of a search; `megatron`: columns, then rows.
+        sequence_parallel: activations between products are slices of tokens (layout `megatron`).
+        engine: the software that trains: a name in `autoplan.engines.ENGINES`, or an `Engine`.
+        product_dtype: `float8`: linear layers of blocks multiply in it; None: the model's dtype.
+        is_compiled: memory-bound ops of a block that hand their results on run as one kernel.
+        attention_kernel: implementation of fused attention as the profile's tables name it, such as
+            `flash1`; empty: the profile's default.
+        traces: filled with the traces by micro-batch size; give the same mapping again for the
+            same model and batch to save the tracing.
 
     Raises:
         ValueError: a number is impossible; says which would do.
@@ -105,10 +151,16 @@ def estimate(
         name=name,
         pins={"microbatch_size": microbatch_size},
     )
-    if recompute not in ("none", "full"):
-        raise ValueError(f"recompute={recompute!r}; estimate takes none or full")
-    if zero_stage not in (0, 1, 2, 3):
-        raise ValueError(f"zero_stage={zero_stage}; allowed are 0, 1, 2, 3")
+    _check_choices(recompute, zero_stage, tensor_layout, sequence_parallel, product_dtype, tp)
+    _set_engine(planner, engine_named(engine), zero_stage)
+    planner.workload = replace(
+        planner.workload,
+        product_dtype=product_dtype,
+        is_compiled=is_compiled,
+        attention_kernel=attention_kernel,
+    )
+    if traces is not None:
+        planner.share_traces(traces)
     setting = _setting(
         planner.cluster.world_size,
         planner.workload.global_batch_size,
@@ -118,17 +170,31 @@ def estimate(
         zero_stage=zero_stage,
         microbatch_size=microbatch_size,
         schedule=schedule,
+        virtual_stages=virtual_stages,
     )
-    num_calls = len(planner.trace(microbatch_size).calls)
-    if pp > num_calls:
-        raise ValueError(f"pp={pp} stages for a chain of {num_calls} blocks: lower pp")
-    ends = tuple(stage_ends) if stage_ends is not None else even_ends(num_calls, pp)
-    is_rising = all(a < b for a, b in zip((0, *ends), ends, strict=False))
-    if len(ends) != pp or ends[-1] != num_calls or not is_rising:
-        raise ValueError(
-            f"stage_ends {ends}: needs {pp} rising numbers above 0, the last {num_calls} (blocks)"
+    trace = planner.trace(microbatch_size)
+    ends = _ends(trace, stage_ends, pp)
+    is_ruled = tensor_layout == "megatron" and tp > 1
+    if is_ruled:
+        decisions = _ruled_decisions(trace, setting, sequence_parallel)
+    else:
+        decisions = simple_decisions(planner, setting, "none")
+    decisions = [
+        _with_recompute(trace.blocks[call.block], decision, recompute)
+        for call, decision in zip(trace.calls, decisions, strict=True)
+    ]
+    is_emitted = (
+        planner.workload.engine == AUTOPLAN
+        and virtual_stages == 1
+        and not is_ruled
+        and recompute != "attention"
+        and product_dtype is None
+        and not is_compiled
+    )
+    if not is_emitted or traces is not None:
+        return _priced(
+            planner, planner.pricer(microbatch_size).plan_price(setting, ends, decisions)
         )
-    decisions = simple_decisions(planner, setting, recompute)
     record = SearchRecord(status="priced", objective_s=0.0, bound_s=0.0, gap=0.0, wall_time_s=0.0)
     plan = planner.write(setting, ends, decisions, record)
     predicted = plan.predicted
@@ -139,7 +205,99 @@ def estimate(
         time_by_category=predicted.time_by_category,
         capacity_bytes=predicted.capacity_bytes,
         fits=max(predicted.peak_memory_bytes) <= predicted.capacity_bytes,
-        plan=plan,
+        written=plan,
+    )
+
+
+def _check_choices(
+    recompute: str | RecomputeRule,
+    zero_stage: int,
+    tensor_layout: str,
+    sequence_parallel: bool,
+    product_dtype: str | None,
+    tp: int,
+) -> None:
+    if isinstance(recompute, str) and recompute not in _RECOMPUTE:
+        raise ValueError(
+            f"recompute={recompute!r}; estimate takes none, full, attention or a function of a "
+            "block that returns a Recompute"
+        )
+    if product_dtype not in (None, "float8"):
+        raise ValueError(f"product_dtype={product_dtype!r}; allowed are None and float8")
+    if zero_stage not in (0, 1, 2, 3):
+        raise ValueError(f"zero_stage={zero_stage}; allowed are 0, 1, 2, 3")
+    if tensor_layout not in ("fastest", "megatron"):
+        raise ValueError(f"tensor_layout={tensor_layout!r}; allowed are fastest and megatron")
+    if sequence_parallel and (tensor_layout != "megatron" or tp == 1):
+        raise ValueError("sequence_parallel needs tp > 1 and tensor_layout='megatron'")
+
+
+def _set_engine(planner: Planner, engine: Engine, zero_stage: int) -> None:
+    if engine.has_gradient_buffer and zero_stage > 1:
+        raise ValueError(
+            f"engine {engine.name} holds whole gradients, so zero_stage={zero_stage} is not "
+            "possible with it: use 0 or 1"
+        )
+    workload = replace(planner.workload, engine=engine)
+    if engine.is_foreach is not None:
+        optimizer = replace(workload.optimizer, is_foreach=engine.is_foreach)
+        workload = replace(workload, optimizer=optimizer)
+    planner.workload = workload
+
+
+def _ends(
+    trace: Trace, stage_ends: Sequence[int] | Literal["blocks"] | None, pp: int
+) -> tuple[int, ...]:
+    num_calls = len(trace.calls)
+    if pp > num_calls:
+        raise ValueError(f"pp={pp} stages for a chain of {num_calls} blocks: lower pp")
+    if stage_ends == "blocks":
+        return even_block_ends(trace, pp)
+    ends = even_ends(num_calls, pp) if stage_ends is None else tuple(map(int, stage_ends))
+    is_rising = all(a < b for a, b in zip((0, *ends), ends, strict=False))
+    if len(ends) != pp or ends[-1] != num_calls or not is_rising:
+        raise ValueError(
+            f"stage_ends {ends}: needs {pp} rising numbers above 0, the last {num_calls} (blocks)"
+        )
+    return ends
+
+
+def _ruled_decisions(trace: Trace, setting: Setting, sequence_parallel: bool) -> list[Decision]:
+    by_block = [
+        Decision(
+            axes=megatron_axes(block, setting.tp, is_sequence_parallel=sequence_parallel),
+            is_sequence_parallel=sequence_parallel,
+            slices_shared=True,
+        )
+        for block in trace.blocks
+    ]
+    return [by_block[call.block] for call in trace.calls]
+
+
+def _with_recompute(
+    block: BlockTrace, decision: Decision, recompute: str | RecomputeRule
+) -> Decision:
+    """Return a decision with what a block runs again; glue keeps everything."""
+    if block.is_glue or recompute == "none":
+        return decision
+    if recompute == "full":
+        return replace(decision, recompute=Recompute(mode="full"))
+    if isinstance(recompute, str):
+        return replace(decision, inner=attention_core(block))
+    return replace(decision, recompute=recompute(block))
+
+
+def _priced(planner: Planner, price: PlanPrice) -> Estimate:
+    peaks = tuple(stage.peak for stage in price.memory)
+    capacity = planner.cluster.total_bytes
+    return Estimate(
+        step_time_s=price.step_time_s,
+        peak_memory_bytes=peaks,
+        memory_by_category=tuple(stage.by_category for stage in price.memory),
+        time_by_category=price.time_by_category,
+        capacity_bytes=capacity,
+        fits=max(peaks) <= capacity,
+        written=None,
     )
 
 
@@ -153,8 +311,15 @@ def _setting(
     zero_stage: int,
     microbatch_size: int,
     schedule: str,
+    virtual_stages: int,
 ) -> Setting:
-    for label, value in (("tp", tp), ("pp", pp), ("microbatch_size", microbatch_size)):
+    sizes = {
+        "tp": tp,
+        "pp": pp,
+        "microbatch_size": microbatch_size,
+        "virtual_stages": virtual_stages,
+    }
+    for label, value in sizes.items():
         if value < 1:
             raise ValueError(f"{label}={value}: must be at least 1")
     dp = dp if dp is not None else world // (tp * pp)
@@ -173,6 +338,11 @@ def _setting(
             f"1F1B with pp={pp} needs at least {pp} micro-batches, the batch gives {m}: lower "
             "microbatch_size or pp, or use schedule='gpipe'"
         )
+    if virtual_stages > 1 and (pp == 1 or schedule != "1f1b" or m % pp):
+        raise ValueError(
+            f"virtual_stages={virtual_stages} needs pp > 1, schedule='1f1b' and a number of "
+            f"micro-batches that pp divides; got pp={pp}, {m} micro-batches"
+        )
     return Setting(
         dp=dp,
         tp=tp,
@@ -181,4 +351,5 @@ def _setting(
         microbatch_size=microbatch_size,
         num_microbatches=m,
         schedule="none" if pp == 1 else schedule,  # type: ignore[arg-type]
+        virtual_stages=virtual_stages,
     )

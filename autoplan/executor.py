@@ -23,10 +23,11 @@ __all__ = ["CompiledFunction", "Writer", "compile_graph"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledFunction:
-    """A generated function and its text."""
+    """A generated function, its text, and the objects that the text names."""
 
     function: Callable[..., Any]
     source: str
+    objects: Mapping[str, Any]
 
 
 class Writer:
@@ -45,7 +46,7 @@ class Writer:
         """Make `value` readable as `name` in the function; returns the name it got."""
         free = name
         number = 1
-        while free in self._objects and self._objects[free] is not value:
+        while free in self._objects and not _is_same(self._objects[free], value):
             number += 1
             free = f"{name}_{number}"
         self._objects[free] = value
@@ -81,7 +82,7 @@ class Writer:
         exec(compile(source, file, "exec"), namespace)
         function = namespace[name]
         assert isinstance(function, FunctionType), "the generated name is no function"
-        return CompiledFunction(function=function, source=source)
+        return CompiledFunction(function=function, source=source, objects=dict(self._objects))
 
     def _target(self, op: Op) -> str:
         if isinstance(op.target, torch._ops.OpOverload):
@@ -114,6 +115,11 @@ class Writer:
             items = (f"{key!r}: {self.text(item)}" for key, item in value.items())
             return f"{{{', '.join(items)}}}"
         return self.bind(f"constant_{type(value).__name__}", value)
+
+
+def _is_same(bound: Any, value: Any) -> bool:
+    """Return whether two objects may have one name: equal redistributions are one."""
+    return bound is value or (isinstance(value, Redistribute) and bound == value)
 
 
 def compile_graph(

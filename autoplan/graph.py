@@ -151,6 +151,7 @@ class OpTrace:
         backward_flops: backward, both gradients.
         forward_bytes: bytes read and written forward.
         backward_bytes: backward.
+        accumulated_bytes: of those, what sums of gradients move.
         saved: what autograd keeps for it.
         casts: copies of states that autocast makes for it, in its own dtype and once a block; they
             live until the block's forward ends, and longer where `saved` names them.
@@ -185,6 +186,7 @@ class OpTrace:
     backward_flops: int = 0
     forward_bytes: int = 0
     backward_bytes: int = 0
+    accumulated_bytes: int = 0
     saved: tuple[SavedTensor, ...] = ()
     casts: tuple[SavedTensor, ...] = ()
     cast_bytes: int = 0
@@ -306,7 +308,7 @@ class Trace:
 
     def dimension_report(self) -> str:
         """Return as text what each dimension of every op is, and what may be sharded."""
-        from autoplan.dimension_report import dimension_report
+        from autoplan.dimension_text import dimension_report
 
         return dimension_report(self)
 

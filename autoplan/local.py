@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from autoplan.graph import BlockTrace, OpTrace, Placement, ShardOption
 from autoplan.redistribution import transition
+from autoplan.tensor_layout import SEQUENCE, boundary_of, leaving_placement
 
 __all__ = ["LocalBlock", "LocalOp", "axis_option", "localize"]
 
@@ -42,6 +43,7 @@ class LocalOp:
         grads: activation inputs that get a gradient.
         parameter_grads: (state name, bytes) of parameter gradients that its backward makes.
         is_partial: its result is an addend; a keep mark holds the converted results instead.
+        regathered_bytes: of inputs that are kept as slices and gathered again in its backward.
     """
 
     name: str
@@ -63,6 +65,7 @@ class LocalOp:
     grads: tuple[str, ...] = ()
     parameter_grads: tuple[tuple[str, int], ...] = ()
     is_partial: bool = False
+    regathered_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +78,8 @@ class LocalBlock:
         ops: in execution order.
         inputs: bytes of each activation input by name.
         side_inputs: bytes of each input that is no activation.
-        outputs: local names of the values that leave, whole on every rank.
+        outputs: local names of the values that leave; whole on every rank, or slices of tokens
+            under sequence parallelism.
         value_bytes: local size of every value that owns a storage, inputs and states included.
         state_bytes: local size of each state as it is stored.
         state_placements: how each state is stored, as text.
@@ -114,17 +118,28 @@ def axis_option(op: OpTrace, axes: Mapping[str, str]) -> ShardOption:
 
 class _Builder:
     def __init__(
-        self, block: BlockTrace, axes: Mapping[str, str], degree: int, whole: frozenset[str]
+        self,
+        block: BlockTrace,
+        axes: Mapping[str, str],
+        degree: int,
+        whole: frozenset[str],
+        *,
+        is_sequence_parallel: bool = False,
+        regathers: bool = False,
     ) -> None:
         self.block = block
         self.axes = axes
         self.degree = degree
+        self.regathers = regathers and is_sequence_parallel
+        self.slice_of: dict[str, str] = {}
         self.options = {op.name: axis_option(op, axes) for op in block.ops}
         self.full = {v.name: v.nbytes for v in block.inputs}
         self.full |= {s.name: s.nbytes for s in block.states}
         self.grad = {v.name: v.is_activation and v.needs_grad for v in block.inputs}
         self.trained = {s.name: s.is_trained for s in block.states}
-        self.placements = {v.name: "R" for v in block.inputs}
+        self.placements = {
+            v.name: boundary_of(v, degree, is_sequence_parallel) for v in block.inputs
+        }
         self.placements |= state_placements(block, self.options, whole)
         self.storage = {name: name for name in self.full}
         self.value_bytes = {n: self._local(b, self.placements[n]) for n, b in self.full.items()}
@@ -154,6 +169,8 @@ class _Builder:
         self.storage[converted] = owner
         if owner == converted:
             self.value_bytes[converted] = size
+        if self.regathers and have == SEQUENCE and moved[0] == "all_gather":
+            self.slice_of[converted] = self.storage[name]
         self.placements[converted] = placement
         self.grad[converted] = self.grad.get(name, False)
         self.trained[converted] = self.trained.get(name, False)
@@ -207,6 +224,8 @@ class _Builder:
         casts = tuple((cast.value, -(-cast.nbytes // split)) for cast in op.casts)
         self.storage |= {name: name for name, _ in casts}
         saved, internal = self._saved(op, local_of, split)
+        again = [n for n in inputs if n in self.slice_of and self.slice_of[n] in saved]
+        regathered = sum(self.value_bytes[n] for n in again)
         masked = -(-op.nbytes // out_split) if _is_vocabulary_embedding(op, option) else 0
         self.ops.append(
             LocalOp(
@@ -222,9 +241,8 @@ class _Builder:
                 casts=casts,
                 internal_bytes=internal,
                 forward_temp_bytes=-(-op.forward_temp_bytes // split) + masked,
-                backward_temp_bytes=(
-                    0 if _is_vocabulary_loss(op, option) else -(-op.backward_temp_bytes // split)
-                ),
+                backward_temp_bytes=regathered
+                + (0 if _is_vocabulary_loss(op, option) else -(-op.backward_temp_bytes // split)),
                 mark_bytes=-(-op.mark_bytes // out_split) if op.may_mark and not is_view else 0,
                 grads=tuple(n for n in inputs if op.needs_grad and self.grad.get(n)),
                 parameter_grads=tuple(
@@ -233,6 +251,7 @@ class _Builder:
                     if op.needs_grad and self.trained.get(n)
                 ),
                 is_partial=option.output == "P",
+                regathered_bytes=regathered,
             )
         )
 
@@ -268,7 +287,8 @@ class _Builder:
         for tensor in op.saved:
             sources = [n for n in op.inputs if self._owner(n) == tensor.value]
             if tensor.value and sources:
-                owners += [self.storage[local_of[source]] for source in sources]
+                local = [local_of[source] for source in sources]
+                owners += [self.slice_of.get(name, self.storage[name]) for name in local]
             elif tensor.value == op.name:
                 owners.append(op.name)
             elif tensor.value in self.storage:
@@ -353,6 +373,9 @@ def localize(
     axes: Mapping[str, str],
     degree: int,
     whole: frozenset[str] = frozenset(),
+    *,
+    is_sequence_parallel: bool = False,
+    regathers: bool = False,
 ) -> LocalBlock:
     """Return one rank's share of `block`.
 
@@ -361,20 +384,33 @@ def localize(
         axes: op name to axis, for ops that are not whole.
         degree: tensor-parallel degree, at least 1; with 1 no axis may be given.
         whole: states that must be stored whole (shared between calls).
+        is_sequence_parallel: activations enter and leave as slices of tokens where they can.
+        regathers: what is gathered from such slices is kept as the slice, and gathered again.
 
     Raises:
         ValueError: an op has no such axis, or a value cannot take the placement required.
     """
-    builder = _Builder(block, axes, degree, whole)
+    builder = _Builder(
+        block,
+        axes,
+        degree,
+        whole,
+        is_sequence_parallel=is_sequence_parallel,
+        regathers=regathers,
+    )
     for op in block.ops:
         builder.add(op)
-    outputs = tuple(builder.require(name, "R") for name in block.outputs)
+    shapes = {op.name: op.shape for op in block.ops}
+    outputs = tuple(
+        builder.require(name, leaving_placement(shapes.get(name, ()), degree, is_sequence_parallel))
+        for name in block.outputs
+    )
     stored = {s.name: builder.placements[s.name] for s in block.states}
     return LocalBlock(
         block=block,
         degree=degree,
         ops=tuple(builder.ops),
-        inputs={v.name: v.nbytes for v in block.inputs if v.is_activation},
+        inputs={v.name: builder.value_bytes[v.name] for v in block.inputs if v.is_activation},
         side_inputs={v.name: v.nbytes for v in block.inputs if not v.is_activation},
         outputs=outputs,
         value_bytes=builder.value_bytes,

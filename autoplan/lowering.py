@@ -157,6 +157,9 @@ class _Lowering:
             value: self.convert(value, Placement.parse(text))
             for value, text in zip(op.inputs(), option.inputs, strict=True)
         }
+        first = op.inputs()[0] if op.inputs() else ""
+        if _writes_first(op) and names[first] != first:
+            names[first] = self._own_copy(names[first])
         local = self._local_op(op, option)
         self.placements[op.name] = Placement.parse(option.output)
         self.metas[op.name] = op.meta
@@ -168,12 +171,19 @@ class _Lowering:
                 meta=self._local_meta(op.meta, self.placements[op.name]),
             )
         )
-        first = op.inputs()[0] if op.inputs() else ""
         if _writes_first(op):
             self.converted = {k: v for k, v in self.converted.items() if k[0] != first}
             if names[first] != first:
                 # Only the redistributed copy was written: later readers take the result.
                 self.written[first] = op.name
+
+    def _own_copy(self, value: str) -> str:
+        """Add a copy of a redistributed value to write to: a slice may be a view of the whole."""
+        made = next(op for op in self.ops if op.name == value)
+        name = f"{value}__own"
+        clone = torch.ops.aten.clone.default
+        self.ops.append(replace(made, name=name, target=clone, args=(Ref(value),)))
+        return name
 
     def finish(self, outputs: tuple[str, ...], axes: Mapping[str, str]) -> BlockGraph:
         """Return the lowered graph."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autoplan.engines import AUTOPLAN, Engine
+from autoplan.schedules import schedule_actions
 from autoplan.settings import Optimizer, Setting
 from autoplan.stage_costs import GroupBytes, StageBlock
 
@@ -67,10 +69,24 @@ def uses_fsdp(setting: Setting, is_mixed: bool) -> bool:
     return (setting.dp > 1 and setting.zero_stage >= 1) or is_mixed
 
 
-def static_bytes(group: GroupBytes, setting: Setting, optimizer: Optimizer) -> StaticBytes:
-    """Return the resident bytes of a group under a ZeRO stage; shares round up."""
+def static_bytes(
+    group: GroupBytes, setting: Setting, optimizer: Optimizer, engine: Engine = AUTOPLAN
+) -> StaticBytes:
+    """Return the resident bytes of a group under a ZeRO stage; shares round up.
+
+    With a gradient buffer, parameters lie whole in the dtype of the computation and gradients whole
+    beside them; a copy in the stored dtype, where that is another, belongs to the optimizer:
+    2 + 4 bytes per bfloat16 parameter and 12 / dp of ZeRO-1 (Megatron-LM, distributed optimizer).
+    """
     shards = setting.dp if setting.zero_stage >= 1 else 1
     states = int(group.trained * optimizer.state_bytes_per_byte)
+    if engine.has_gradient_buffer:
+        copy = group.trained if group.stored > group.gathered else 0
+        return StaticBytes(
+            parameters=min(group.stored, group.gathered + group.stored - group.trained),
+            gradients=group.trained if engine.is_gradient_wide else group.gathered_grads,
+            optimizer=-(-(states + copy) // shards),
+        )
     return StaticBytes(
         parameters=-(-group.stored // shards),
         gradients=-(-group.trained // shards),
@@ -91,6 +107,7 @@ def stage_memory(
     entering: int = 0,
     leaving: int = 0,
     reserve: int = 0,
+    engine: Engine = AUTOPLAN,
 ) -> StageMemory:
     """Return the peak of a stage over all instants.
 
@@ -106,10 +123,14 @@ def stage_memory(
         entering: bytes of one micro-batch's activations from the stage before.
         leaving: to the stage after.
         reserve: bytes set aside on the device.
+        engine: the software that trains.
     """
-    walk = _Walk(blocks, setting, optimizer, is_mixed, is_gloo)
-    walk.entering, walk.leaving, walk.side = entering, leaving, side_bytes
-    walk.fixed = input_bytes + receive_buffer_bytes(entering, leaving, setting, stage)
+    walk = _Walk(blocks, setting, optimizer, is_mixed, is_gloo, engine)
+    walk.side, walk.fixed = side_bytes, input_bytes
+    if not engine.has_gradient_buffer:
+        # Megatron-LM frees what it has sent, and what it receives is the kept input of a block.
+        walk.entering, walk.leaving = entering, leaving
+        walk.fixed += receive_buffer_bytes(entering, leaving, setting, stage)
     walk.run(_actions(setting, stage))
     by_category = {**walk.peak_parts, "reserve": reserve}
     return StageMemory(
@@ -135,11 +156,11 @@ def memory_samples(
 
     The largest of them and the reserve make the peak of `stage_memory` for the schedule's actions.
     """
-    walk = _Walk(blocks, setting, optimizer, is_mixed, is_gloo)
+    walk = _Walk(blocks, setting, optimizer, is_mixed, is_gloo, AUTOPLAN)
     walk.entering, walk.leaving, walk.side = entering, leaving, side_bytes
     walk.fixed = input_bytes + receive_buffer_bytes(entering, leaving, setting, stage)
     backwards = [index for index, kind in enumerate(actions) if kind == "B"]
-    walk.run([(kind, index == backwards[-1]) for index, kind in enumerate(actions)])
+    walk.run([(kind, index == backwards[-1], 0) for index, kind in enumerate(actions)])
     return tuple(
         MemorySample(action=action, block=block, nbytes=nbytes)
         for (action, block), nbytes in walk.samples.items()
@@ -158,22 +179,26 @@ def receive_buffer_bytes(entering: int, leaving: int, setting: Setting, stage: i
     return setting.live()[stage] * entering + min(2, m) * leaving
 
 
-def _actions(setting: Setting, stage: int) -> list[tuple[str, bool]]:
-    """Return the stage's forwards and backwards in order, each with: is it the last micro-batch.
+def _actions(setting: Setting, stage: int) -> list[tuple[str, bool, int]]:
+    """Return the stage's forwards and backwards in order: kind, is it the last one, part.
 
-    1F1B after its warm-up repeats itself, so micro-batches beyond two more are left out.
+    A schedule repeats itself after its warm-up, so micro-batches that change nothing are left out.
     """
     m = setting.num_microbatches
-    if setting.schedule == "gpipe":
-        return [("F", i == m - 1) for i in range(m)] + [("B", i == m - 1) for i in range(m)]
-    live = setting.live()[stage]
-    shown = min(m, live + 2)
-    actions = [("F", False)] * live
-    for index in range(shown):
-        actions.append(("B", index == shown - 1))
-        if live + index < shown:
-            actions.append(("F", False))
-    return actions
+    if setting.virtual_stages > 1:
+        m = min(m, _INTERLEAVED_GROUPS * setting.pp)
+    elif setting.schedule != "gpipe":
+        m = min(m, setting.live()[stage] + 2)
+    parts = setting.virtual_stages
+    schedule = "interleaved" if parts > 1 else setting.schedule
+    listed = schedule_actions(schedule, setting.pp, m, parts)[stage]
+    return [(a.kind, a.microbatch == m - 1, a.stage // setting.pp) for a in listed]
+
+
+_INTERLEAVED_GROUPS = 3  # of pp micro-batches: two warm up at most
+
+
+_BUFFER = -1  # the gradient buffer among the groups
 
 
 class _Walk:
@@ -186,16 +211,18 @@ class _Walk:
         optimizer: Optimizer,
         is_mixed: bool,
         is_gloo: bool,
+        engine: Engine,
     ) -> None:
         self.blocks = blocks
+        self.has_buffer = engine.has_gradient_buffer
         self.setting = setting
         self.zero = setting.zero_stage
         self.is_mixed = is_mixed
         self.is_gloo = is_gloo
         self.is_pipeline = setting.pp > 1
         self.is_foreach = optimizer.is_foreach
-        self.wrapped = uses_fsdp(setting, is_mixed)
-        statics = [static_bytes(b.group, setting, optimizer) for b in blocks]
+        self.wrapped = uses_fsdp(setting, is_mixed) and not self.has_buffer
+        statics = [static_bytes(b.group, setting, optimizer, engine) for b in blocks]
         self.parameters = sum(s.parameters for s in statics)
         self.optimizer = sum(s.optimizer for s in statics)
         self.largest = max((b.group.largest for b in blocks), default=0)
@@ -215,10 +242,17 @@ class _Walk:
         self.gathered: dict[int, int] = {}
         self.buffers: dict[int, int] = {}
         self.gradients: dict[int, int] = {}
+        if self.has_buffer:
+            self.gradients[_BUFFER] = sum(s.gradients for s in statics)
+        parts = setting.virtual_stages
+        self.parts = [
+            range(len(blocks) * part // parts, len(blocks) * (part + 1) // parts)
+            for part in range(parts)
+        ]
         self.sharded: dict[int, int] = {}
         self.reduce_input = 0
         self._marks: set[str] = set()
-        self._early = 0
+        self.unmerged = 0
         self.at: tuple[int, int | None] = (0, 0)
         self.samples: dict[tuple[int, int | None], int] = {}
         self.peak = -1
@@ -227,7 +261,7 @@ class _Walk:
 
     def note(self, name: str, transient: int = 0) -> None:
         """Compare what lives now, and a transient, with the peak so far."""
-        gradients = sum(self.gradients.values()) + sum(self.sharded.values())
+        gradients = sum(self.gradients.values()) + sum(self.sharded.values()) + self.unmerged
         working = sum(self.gathered.values()) + sum(self.buffers.values()) + self.reduce_input
         total = self.activations + gradients + working + transient + self.fixed
         total += self.parameters + self.optimizer
@@ -243,14 +277,15 @@ class _Walk:
                 "working": working + transient,
             }
 
-    def run(self, actions: Sequence[tuple[str, bool]]) -> None:
+    def run(self, actions: Sequence[tuple[str, bool, int]]) -> None:
         """Walk the actions, the last reductions, and the optimizer step."""
-        for number, (kind, is_last) in enumerate(actions):
-            self.at = (number, 0 if kind == "F" else len(self.blocks) - 1)
+        for number, (kind, is_last, part) in enumerate(actions):
+            blocks = self.parts[part]
+            self.at = (number, blocks[0] if kind == "F" else blocks[-1])
             if kind == "F":
-                self._forward()
+                self._forward(self.parts[part])
             else:
-                self._backward(is_last)
+                self._backward(is_last, self.parts[part])
             self.at = (number, None)
             self.note("between micro-batches")
         self.at = (len(actions), None)
@@ -262,19 +297,22 @@ class _Walk:
         self.reduce_input = 0
         shards = self.setting.dp if self.zero >= 1 else 1
         temporary = sum(self.whole.values()) if self.is_foreach else 2 * self.largest
+        if self.has_buffer and not self.is_foreach:
+            temporary = 0  # one fused kernel over all parameters
         self.note("the optimizer step", -(-temporary // shards))
 
-    def _forward(self) -> None:
+    def _forward(self, part: range) -> None:
         self._gather_forward(self.root)
         self.activations += self.side
-        for index, block in enumerate(self.blocks):
+        for index in part:
+            block = self.blocks[index]
             self.at = (self.at[0], index)
             self._gather_forward(index)
             self.note(f"forward of block {index}", block.input_bytes + block.memory.forward_peak)
             self.activations += block.own_kept
             if self.zero == 3 and index in self.compute:
                 self.gathered.pop(index, None)
-        self.activations += self.leaving
+        self.activations += self._leaving_added()
         if self.is_pipeline:
             self.activations -= self._entering_kept()
         self.buffers.clear()
@@ -283,7 +321,12 @@ class _Walk:
 
     def _entering_kept(self) -> int:
         """Return the kept stage input: it is the receive buffer, which is counted there."""
-        return min(self.entering, self.blocks[0].input_bytes, self.blocks[0].memory.kept)
+        first = self.blocks[0]
+        return min(self.entering, first.input_bytes, first.memory.kept)
+
+    def _leaving_added(self) -> int:
+        """Return the bytes of the stage output that its last block does not keep anyway."""
+        return max(0, self.leaving - self.blocks[-1].memory.held_output_bytes)
 
     def _gather_forward(self, group: int) -> None:
         if not self.wrapped or group not in self.compute or group in self.gathered:
@@ -298,7 +341,7 @@ class _Walk:
         for other in earlier:
             del self.buffers[other]
 
-    def _backward(self, is_last: bool) -> None:
+    def _backward(self, is_last: bool, part: range) -> None:
         syncs = self.wrapped and (self.zero >= 2 or (is_last and not self.is_pipeline))
         reshards = self.zero == 3 or (is_last and not self.is_pipeline)
         self.activations += self._entering_kept() if self.is_pipeline else 0
@@ -306,7 +349,7 @@ class _Walk:
             self._gather_backward(self.root)
             self._prefetch(len(self.blocks))
         before = self.gradients.get(self.root, 0)
-        for index in reversed(range(len(self.blocks))):
+        for index in reversed(part):
             block = self.blocks[index]
             self.at = (self.at[0], index)
             if self.wrapped and self.zero == 3 and not block.is_glue:
@@ -319,11 +362,16 @@ class _Walk:
             self._reduce(self.root, reshards, self.retained)
         elif self.is_mixed and self.root in self.gradients:
             self.gradients[self.root] = max(before, self.whole[self.root])
-        self.activations -= self.side + self.leaving
+        self.activations -= self.side + self._leaving_added()
         self.reduce_input = 0
-        self._early = 0
+        self.unmerged = 0
 
     def _backward_of(self, index: int, block: StageBlock) -> None:
+        if self.has_buffer:
+            transient = block.accumulating.backward_peak - block.accumulating.kept
+            self.note(f"backward of block {index}", transient)
+            self.activations -= block.memory.kept
+            return
         group = self.root if block.is_glue else index
         has_grads = self.gradients.get(index if not block.is_glue else self.root, 0) > 0
         is_first = not has_grads or self.is_mixed
@@ -332,12 +380,10 @@ class _Walk:
         memory = block.memory if is_first and not adds_up else block.accumulating
         self.note(f"backward of block {index}", memory.backward_peak - memory.kept)
         self.activations -= block.own_kept
-        self._make_early(index, block.group.early_grads)
+        # Autograd adds up all gradients of a shared parameter before it touches the one there is.
+        self.unmerged += block.group.early_grads - block.group.late_grads
         if not adds_up:
             made = block.group.gathered_grads
-            taken = min(made, self._early)
-            self._early -= taken
-            made -= taken
             if not block.is_glue and has_grads and not self.is_mixed:
                 made = 0
             self.gradients[group] = self.gradients.get(group, 0) + made
@@ -346,15 +392,6 @@ class _Walk:
                 self._marks.add(seen)
         if self.is_mixed and self.wrapped and not block.is_glue and self.zero <= 1:
             self.gradients[group] = self.whole[group]
-
-    def _make_early(self, index: int, nbytes: int) -> None:
-        """Count gradients of parameters that belong to an earlier block, once until reduced."""
-        mark = f"early grads of {index}"
-        if nbytes and mark not in self._marks:
-            self.gradients[self.root] = self.gradients.get(self.root, 0) + nbytes
-            self._early += nbytes
-            if not self.is_mixed:
-                self._marks.add(mark)
 
     def _gather_backward(self, group: int) -> None:
         if group in self.compute and group not in self.gathered:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -11,65 +11,65 @@ from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from autoplan import compat
-from autoplan.plan import Plan
-from autoplan.program import Program
-from autoplan.stages import StageRoot, StageSlice, crossing_metas
+from autoplan.program import TensorMeta
+from autoplan.stages import StageRoot
 
 __all__ = ["pipeline_runner"]
 
 
 def pipeline_runner(
-    plan: Plan,
-    program: Program,
-    stage: StageSlice,
     root: StageRoot,
     *,
+    index: int,
     num_stages: int,
+    schedule: Literal["none", "gpipe", "1f1b"],
+    num_microbatches: int,
+    inputs: Sequence[TensorMeta],
+    outputs: Sequence[TensorMeta],
+    is_hidden: bool,
     device: torch.device,
     group: dist.ProcessGroup,
-    compute_dtype: torch.dtype | None,
 ) -> Callable[[int], list[torch.Tensor]]:
     """Return what runs all micro-batches of a step and returns the losses of the last stage.
 
     Args:
-        plan, program: what is run.
-        stage: the slice of this rank.
-        root: its module, wrapped by FSDP or not.
+        root: module of the stage, wrapped by FSDP or not.
+        index: of the stage.
         num_stages: stages of the pipeline.
+        schedule: `gpipe` or `1f1b`.
+        num_microbatches: per step.
+        inputs: activations that enter from the stage before.
+        outputs: activations that leave to the stage after, or the loss.
+        is_hidden: keep torch's runtime from seeing an FSDP root.
         device: where the stage computes.
         group: this rank's peers on the other stages.
-        compute_dtype: of activations under mixed precision; None where it is the model's own.
     """
-
-    def examples(names: Sequence[str]) -> tuple[torch.Tensor, ...]:
-        if program.loss in names:
-            return (torch.empty(1, device="meta", requires_grad=True),)
-        return tuple(
-            torch.empty(m.shape, dtype=m.dtype, device="meta", requires_grad=m.requires_grad)
-            for m in crossing_metas(program, names, compute_dtype)
-        )
-
-    is_hidden = plan.zero_stage >= 2 and (plan.mesh.dp > 1 or compute_dtype is not None)
     piece = compat.RingStage(
         _Hidden(root) if is_hidden else root,
-        stage.index,
+        index,
         num_stages,
         device,
-        schedule=plan.schedule,
-        input_args=examples(stage.inputs),
-        output_args=examples(stage.outputs),
+        schedule=schedule,
+        input_args=tuple(_example(meta) for meta in inputs),
+        output_args=tuple(_example(meta) for meta in outputs),
         group=group,
     )
-    kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[plan.schedule]
-    schedule = kind(piece, plan.num_microbatches, loss_fn=_first, scale_grads=False)
-    target = torch.zeros(plan.num_microbatches, 1)
+    kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[schedule]
+    runner = kind(piece, num_microbatches, loss_fn=_first, scale_grads=False)
+    target = torch.zeros(num_microbatches, 1)
 
     def run(count: int) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
-        schedule.step(target=target, losses=losses, return_outputs=False)
+        runner.step(target=target, losses=losses, return_outputs=False)
         return losses
 
     return run
+
+
+def _example(meta: TensorMeta) -> torch.Tensor:
+    return torch.empty(
+        meta.shape, dtype=meta.dtype, device="meta", requires_grad=meta.requires_grad
+    )
 
 
 class _Hidden(nn.Module):

@@ -10,7 +10,7 @@ level 1 (`autoplan.setting_solver`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -85,7 +85,7 @@ class Planner:
     frontiers: Frontiers = field(default_factory=Frontiers)
     trace_time_s: float = 0.0
     _traces: dict[int, Trace] = field(default_factory=dict)
-    _exact: dict[int, Trace] = field(default_factory=dict)
+    _exact: MutableMapping[int, Trace] = field(default_factory=dict)
     _pricers: dict[int, Pricer] = field(default_factory=dict)
     ops_bounds: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
 
@@ -114,6 +114,10 @@ class Planner:
             )
             self.trace_time_s += time.perf_counter() - start
         return self._exact[microbatch_size]
+
+    def share_traces(self, traces: MutableMapping[int, Trace]) -> None:
+        """Take traces of the same model and batch from a mapping, and add to it."""
+        self._exact = traces
 
     def pricer(self, microbatch_size: int) -> Pricer:
         """Return the pricer for a micro-batch size.

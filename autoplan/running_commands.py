@@ -127,6 +127,12 @@ def run(
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 10,
     seq: Annotated[int | None, typer.Option(help="Tokens per row, as planned.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds before everything is ended.")] = 3600.0,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Folder to resume from, if it is there, and to save to.")
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option(help="Steps between saves; default: only after the last.")
+    ] = None,
 ) -> None:
     """Train a plan on processes of this machine, started with torchrun."""
     from autoplan.launcher import launch
@@ -138,6 +144,12 @@ def run(
     arguments += ["--steps", str(steps)]
     if seq is not None:
         arguments += ["--seq", str(seq)]
+    if save_every is not None and (checkpoint is None or save_every < 1):
+        raise ValueError(f"--save-every {save_every}: at least 1, and with --checkpoint")
+    if checkpoint is not None:
+        arguments += ["--checkpoint", str(checkpoint)]
+    if save_every is not None:
+        arguments += ["--save-every", str(save_every)]
     with tempfile.TemporaryDirectory() as folder:
         launch(
             [*arguments, "--results", folder],

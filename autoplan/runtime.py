@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autoplan.plan import Plan
 from autoplan.sharders import Sharder, local_tensor, normalise_gradient
 from autoplan.stages import StageRoot
 from autoplan.step_buffers import StepBuffers
 from autoplan.step_means import StepMeans
+from autoplan.training_state import load_checkpoint, save_checkpoint
 
 __all__ = ["BatchSplitter", "ParallelModule", "Tie"]
 
@@ -128,7 +129,7 @@ class ParallelModule(nn.Module):
     def __init__(
         self,
         *,
-        plan: Plan,
+        plan: Any,
         root: StageRoot,
         mesh: DeviceMesh | None,
         sharder: Sharder,
@@ -251,6 +252,40 @@ class ParallelModule(nn.Module):
         """Return the gradients of all parameters, whole, under the user's names; see full_state."""
         named = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
         return self._gather(named, all_names=False)
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        extra: Any = None,
+    ) -> None:
+        """Write parameters, buffers and the optimizer's state to the folder `path`.
+
+        All ranks call it, between steps. It loads under any other plan. A checkpoint that is there
+        is replaced only when the new one is whole.
+
+        Args:
+            path: on a file system that all ranks share.
+            optimizer: over `parameters()`; None saves the model alone.
+            extra: anything that pickles, such as the step; returned by `load_checkpoint`.
+
+        Raises:
+            EmitError: a rank could not write; on every rank.
+        """
+        save_checkpoint(self.__dict__["_root"], self._aliases, path, optimizer, extra)
+
+    def load_checkpoint(
+        self, path: str | Path, optimizer: torch.optim.Optimizer | None = None
+    ) -> Any:
+        """Read a checkpoint that any plan of this model saved, and return its `extra`.
+
+        All ranks call it. The optimizer's state and hyper-parameters become those saved.
+
+        Raises:
+            EmitError: there is none, or it is of another model.
+        """
+        return load_checkpoint(self.__dict__["_root"], self._aliases, path, optimizer)
 
     def code(self, stage: int | None = None) -> str:
         """Return the text of what `stage` runs (this rank's own, if None)."""

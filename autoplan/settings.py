@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from autoplan.cluster import Cluster
+from autoplan.engines import AUTOPLAN, Engine
 from autoplan.graph import Trace
 from autoplan.limits import LIMITED_KEYS, Limits
 
@@ -77,6 +78,12 @@ class Workload:
         autocast: the trace is under `torch.autocast` to this dtype.
         parameter_bytes_per_traced_byte: bytes of a stored parameter per byte in the trace: 2 for
             float32 parameters computed with in bfloat16, else 1.
+        engine: the software that trains.
+        product_dtype: in which linear layers of blocks multiply, where it is not the trace's:
+            `float8`.
+        attention_kernel: implementation of fused attention, as the profile names it; empty: its own
+            default.
+        is_compiled: memory-bound ops that hand their results on run as one kernel.
     """
 
     global_batch_size: int
@@ -84,11 +91,25 @@ class Workload:
     mixed_precision: Literal["none", "bfloat16"] = "none"
     autocast: Literal["none", "bfloat16"] = "none"
     parameter_bytes_per_traced_byte: int = 1
+    engine: Engine = AUTOPLAN
+    product_dtype: str | None = None
+    is_compiled: bool = False
+    attention_kernel: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Setting:
-    """One point of the outer search."""
+    """One point of the outer search.
+
+    Attributes:
+        dp, tp, pp: degrees.
+        zero_stage: 0 to 3.
+        microbatch_size: rows.
+        num_microbatches: per replica and step.
+        schedule: of the pipeline.
+        virtual_stages: parts into which each rank's share of the blocks is cut; above 1 the
+            schedule is interleaved (Narayanan et al. 2021, section 2.2). Priced, not searched.
+    """
 
     dp: int
     tp: int
@@ -97,6 +118,7 @@ class Setting:
     microbatch_size: int
     num_microbatches: int
     schedule: Literal["none", "gpipe", "1f1b"]
+    virtual_stages: int = 1
 
     def __str__(self) -> str:
         return (

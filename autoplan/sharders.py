@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from autoplan import compat
 
-__all__ = ["GradientReducer", "Sharder", "Unsharded", "local_tensor", "shard"]
+__all__ = ["GradientReducer", "Sharder", "Unsharded", "local_tensor", "shard", "store_in_float32"]
 
 
 class Sharder(Protocol):
@@ -153,6 +153,13 @@ def normalise_gradient(parameter: torch.Tensor) -> None:
         and gradient.placements != parameter.placements
     ):
         parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def store_in_float32(model: nn.Module) -> None:
+    """Turn parameters of a smaller dtype into float32 masters; FSDP computes with casts of them."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.element_size() < 4:
+            parameter.data = parameter.data.float()
 
 
 def shard(

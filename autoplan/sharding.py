@@ -27,6 +27,7 @@ __all__ = [
     "needs_gradient",
     "shard_options",
     "sliced_options",
+    "told_options",
     "transition",
 ]
 
@@ -50,12 +51,12 @@ def shard_options(graph: BlockGraph) -> dict[str, tuple[ShardOption, ...]]:
             listed += sliced_options(op, rule, found, trained, names)
             if rule.query_heads is not None:
                 listed.append(_query_heads(op, rule, trained))
-        listed += _told(op, graph)
+        listed += told_options(op, graph)
         options[op.name] = _distinct(listed)
     return options
 
 
-def _told(op: Op, graph: BlockGraph) -> list[ShardOption]:
+def told_options(op: Op, graph: BlockGraph) -> list[ShardOption]:
     """Return the slices that the user registered for an operator."""
     told = custom_op(op.target)
     inputs = op.inputs()

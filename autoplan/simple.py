@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autoplan.frontiers import Decision
+from autoplan.graph import Trace
 from autoplan.limits import LIMITED_KEYS, Limits
 from autoplan.plan import Recompute, Simpler
 from autoplan.settings import Setting, settings_of
@@ -14,7 +15,7 @@ from autoplan.settings import Setting, settings_of
 if TYPE_CHECKING:
     from autoplan.planner import Planner
 
-__all__ = ["Strategy", "even_ends", "simple_decisions", "simple_strategies"]
+__all__ = ["Strategy", "even_block_ends", "even_ends", "simple_decisions", "simple_strategies"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,22 @@ class Strategy:
 def even_ends(num_calls: int, num_stages: int) -> tuple[int, ...]:
     """Return stage ends that give every stage the same number of blocks, as near as can be."""
     return tuple(num_calls * (s + 1) // num_stages for s in range(num_stages))
+
+
+def even_block_ends(trace: Trace, num_stages: int) -> tuple[int, ...]:
+    """Return stage ends with equal numbers of repeated blocks; glue goes with its neighbours.
+
+    What comes before the first block is on the first stage, what comes after the last on the last,
+    as Megatron-LM cuts a decoder.
+
+    Raises:
+        ValueError: there are fewer blocks than stages.
+    """
+    blocks = [i for i, call in enumerate(trace.calls) if not trace.blocks[call.block].is_glue]
+    if len(blocks) < num_stages:
+        raise ValueError(f"pp={num_stages} stages for {len(blocks)} blocks: lower pp")
+    inner = [blocks[len(blocks) * (s + 1) // num_stages] for s in range(num_stages - 1)]
+    return (*inner, len(trace.calls))
 
 
 def simple_decisions(

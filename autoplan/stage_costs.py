@@ -35,6 +35,7 @@ class BlockMemory:
         parameter_grads: bytes of parameter gradients that the backward makes.
         held_inputs: names of the activation inputs in `kept`.
         held_outputs: names of the outputs whose storage is in `kept`.
+        held_output_bytes: bytes of those.
     """
 
     kept: int
@@ -45,6 +46,7 @@ class BlockMemory:
     parameter_grads: int
     held_inputs: tuple[str, ...] = ()
     held_outputs: tuple[str, ...] = ()
+    held_output_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,7 @@ class GroupBytes:
         largest: the largest stored parameter.
         early_grads: bytes of gradients that this block's backward makes first, of parameters that
             count with an earlier block of the stage, such as a tied embedding.
+        late_grads: bytes of this block's gradients that a later block makes first.
     """
 
     stored: int
@@ -67,6 +70,7 @@ class GroupBytes:
     gathered_grads: int
     largest: int = 0
     early_grads: int = 0
+    late_grads: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,9 +21,11 @@ from autoplan.executor import CompiledFunction, Writer
 from autoplan.program import Op, Program, Ref, TensorMeta, map_refs
 
 __all__ = [
+    "RootContents",
     "StageRoot",
     "StageSlice",
     "build_root",
+    "root_contents",
     "side_function",
     "slice_program",
     "stage_function",
@@ -233,35 +235,52 @@ class StageRoot(nn.Module):
         return result
 
 
-def build_root(
-    model: nn.Module, program: Program, stage: StageSlice, *, takes_unused: bool
-) -> StageRoot:
-    """Return the root of a stage; the user's submodules move into it as they are.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootContents:
+    """What moves from the user's model into the root of a stage.
 
-    Args:
-        model: the user's; its blocks and leaf modules become part of the root.
-        program: the captured model.
-        stage: which slice.
-        takes_unused: also take parameters and buffers that no call reads (one stage does).
+    Attributes:
+        modules: FQNs of block modules, moved whole.
+        states: FQNs of parameters and buffers of glue.
+        wanted: of these, what the stage reads or shares; others only need a place.
     """
-    root = StageRoot()
+
+    modules: tuple[str, ...]
+    states: tuple[str, ...]
+    wanted: frozenset[str]
+
+
+def root_contents(model: nn.Module, program: Program, stage: StageSlice) -> RootContents:
+    """Return what the root of a stage holds; the first one also holds what no call reads."""
+    takes_unused = stage.index == 0
     block_fqns = {call.fqn for call in program.calls if call.fqn}
-    for index in stage.calls:
-        if program.calls[index].fqn:
-            _place_module(root, program.calls[index].fqn, model)
+    own_blocks = {program.calls[i].fqn for i in stage.calls}
     read = {f for i in stage.calls for f in program.calls[i].states}
     read |= set(stage.side_states.values())
     first_names = {program.aliases.get(fqn, fqn) for fqn in read}
     tied = {fqn for fqn, first in program.aliases.items() if first in first_names}
-    own_blocks = {program.calls[i].fqn for i in stage.calls}
     foreign = tuple(f"{fqn}." for fqn in block_fqns - own_blocks)
     read_anywhere = _read_anywhere(program)
-    wanted = read | tied
+    states = []
     for fqn in _state_fqns(model):
         is_optional = fqn in tied or (takes_unused and fqn not in read_anywhere)
         if fqn in read or (is_optional and not fqn.startswith(foreign)):
-            _place_state(root, fqn, model, wanted)
+            states.append(fqn)
+    modules = dict.fromkeys(f for i in stage.calls if (f := program.calls[i].fqn))
+    return RootContents(modules=tuple(modules), states=tuple(states), wanted=frozenset(read | tied))
+
+
+def build_root(model: nn.Module, contents: RootContents, device: torch.device) -> StageRoot:
+    """Return the root of a stage on a device; the user's submodules move into it as they are."""
+    root = StageRoot()
+    for fqn in contents.modules:
+        _place_module(root, fqn, model)
+    for fqn in contents.states:
+        _place_state(root, fqn, model, contents.wanted)
     root.train(model.training)
+    # Fake tensors, which a dry run has, cannot be moved.
+    if any(x.device != device for x in (*root.parameters(), *root.buffers())):
+        root.to(device)
     return root
 
 
@@ -293,7 +312,7 @@ def _place_module(root: nn.Module, fqn: str, model: nn.Module) -> None:
     _container(root, parent, model)._modules[name] = model.get_submodule(fqn)
 
 
-def _place_state(root: nn.Module, fqn: str, model: nn.Module, wanted: set[str]) -> None:
+def _place_state(root: nn.Module, fqn: str, model: nn.Module, wanted: frozenset[str]) -> None:
     """Put a state into the root: with its module, where the root wants all that the module has.
 
     A leaf module may hold a tied weight of this stage and a bias that another stage trains.
@@ -328,9 +347,15 @@ def find_state(root: nn.Module, fqn: str) -> tuple[dict[str, Any], str]:
 def crossing_metas(
     program: Program, names: Sequence[str], compute_dtype: torch.dtype | None
 ) -> tuple[TensorMeta, ...]:
-    """Return the metas of values that cross a border, in the dtype that the stage computes in."""
+    """Return the metas of values that leave a stage, in the dtype that the stage computes in.
+
+    The loss leaves the last stage as one float32 number per micro-batch.
+    """
     metas = []
     for name in names:
+        if name == program.loss:
+            metas.append(TensorMeta((1,), torch.float32, True))
+            continue
         meta = program.metas[name]
         if compute_dtype is not None and meta.dtype.is_floating_point:
             meta = TensorMeta(meta.shape, compute_dtype, meta.requires_grad)

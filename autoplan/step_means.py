@@ -11,7 +11,7 @@ are known before the first forward:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,10 +21,11 @@ import torch.distributed as dist
 from autoplan.axis_labels import arguments, op_name
 from autoplan.program import BlockGraph, Op, Program, Ref
 
-__all__ = ["Denominator", "StepMeans", "find_denominators"]
+__all__ = ["Denominator", "StepMeans", "StepValue", "find_denominators"]
 
 _LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
-_MEAN, _SUM = 1, 2  # `at::Reduction`
+_MEAN = 1  # values of `at::Reduction`
+_SUM = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,7 @@ def _denominator(op: Op, graph: BlockGraph) -> tuple[str, int | None] | None:
 
 
 @dataclass(slots=True)
-class _Value:
+class StepValue:
     """The mean denominator of the step that runs."""
 
     tensor: torch.Tensor | None = None
@@ -100,7 +101,7 @@ class _MeanLoss:
     """A loss that is divided by the mean number of valid targets of the step's micro-batches."""
 
     target: Callable[..., torch.Tensor]
-    value: _Value
+    value: StepValue
 
     @property
     def __name__(self) -> str:
@@ -119,7 +120,7 @@ class _MeanLoss:
 class _MeanDivision:
     """A division by the mean divisor of the step's micro-batches."""
 
-    value: _Value
+    value: StepValue
 
     @property
     def __name__(self) -> str:
@@ -137,27 +138,27 @@ class StepMeans:
     """The denominators of a stage over one step.
 
     Attributes:
-        program: the captured model.
-        found: its denominators on this stage.
+        found: the denominators on this stage.
         read: returns the values of the denominators for the batch inputs of a micro-batch.
         group: data-parallel ranks; None where there is one.
+        values: per call and op, its value in the step that runs.
     """
 
-    program: Program
     found: Sequence[Denominator]
     read: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
     group: dist.ProcessGroup | None
-    _values: dict[tuple[int, str], _Value] = field(default_factory=dict)
+    values: Mapping[tuple[int, str], StepValue] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._values = {(one.call, one.op): _Value() for one in self.found}
+        if not self.values:
+            self.values = {(one.call, one.op): StepValue() for one in self.found}
 
-    def bind(self, call: int, graph: BlockGraph) -> BlockGraph:
+    def bind(self, program: Program, call: int, graph: BlockGraph) -> BlockGraph:
         """Return the (lowered) graph of a call with its means taken over the step."""
-        wanted = {op: value for (index, op), value in self._values.items() if index == call}
+        wanted = {op: value for (index, op), value in self.values.items() if index == call}
         if not wanted:
             return graph
-        original = {op.name: op for op in self.program.graphs[self.program.calls[call].graph].ops}
+        original = {op.name: op for op in program.graphs[program.calls[call].graph].ops}
         ops = tuple(
             _bound(op, original[op.name], wanted[op.name]) if op.name in wanted else op
             for op in graph.ops
@@ -178,10 +179,10 @@ class StepMeans:
             dist.all_reduce(mean, group=self.group)
             mean /= self.group.size()
         for one, value in zip(self.found, mean, strict=True):
-            self._values[one.call, one.op].tensor = value
+            self.values[one.call, one.op].tensor = value
 
 
-def _bound(op: Op, original: Op, value: _Value) -> Op:
+def _bound(op: Op, original: Op, value: StepValue) -> Op:
     if op_name(original) == "div":
         return replace(op, target=_MeanDivision(value))
     a = arguments(original)

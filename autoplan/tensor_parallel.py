@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -24,9 +25,18 @@ from autoplan.lowering import LoweredBlock, dtensor_placement, lower
 from autoplan.plan import Layout, Plan
 from autoplan.program import BlockGraph, Program
 from autoplan.sharding import shard_options
-from autoplan.stages import StageSlice, find_state
+from autoplan.stages import StageSlice
 
-__all__ = ["LocalCall", "lower_calls", "whole_calls"]
+__all__ = [
+    "LocalCall",
+    "distribute",
+    "lower_calls",
+    "lower_stage",
+    "slice_whole",
+    "slices_read",
+    "stored_placements",
+    "whole_calls",
+]
 
 _WHOLE = Placement(kind="replicate")
 
@@ -68,25 +78,53 @@ def lower_calls(
         mesh: (pp, dp, tp).
     """
     tp = mesh["tp"]
-    lowered = _lower_all(plan, program, stage, tp)
-    required = _required(program, lowered)
-    dp = mesh["dp"].size()
-    is_fsdp = plan.zero_stage > 0 and dp > 1
-    stored = _planned(plan, program, stage)
-    for first, wanted in required.items():
-        if first not in stored:
-            one = wanted[0] if len(set(wanted)) == 1 else _WHOLE
-            shape = tuple(_parameter(root, first, program).shape)
-            stored[first] = one if not is_fsdp or fsdp_can_slice(shape, one, dp) else _WHOLE
-    _distribute(root, stored, program, tp)
+    lowered = lower_stage(plan, program, stage, rank=tp.get_local_rank(), group=tp.get_group())
+    stored = stored_placements(plan, program, stage, lowered)
+    distribute(root, stored, program.aliases, tp)
     calls = {}
     for index, block in lowered.items():
         localise = tuple(
-            _localise(stored.get(program.aliases.get(fqn, fqn)), placement, tp)
-            for fqn, placement in _placements(program, index, block)
+            None if placement is None else _slicer(placement, tp)
+            for placement in slices_read(program, index, block, stored)
         )
         calls[index] = LocalCall(graph=block.graph, localise=localise)
     return calls
+
+
+def stored_placements(
+    plan: Plan, program: Program, stage: StageSlice, lowered: Mapping[int, LoweredBlock]
+) -> dict[str, Placement]:
+    """Return the placement of every parameter that a stage reads, by first name."""
+    dp = plan.mesh.dp
+    is_fsdp = plan.zero_stage > 0 and dp > 1
+    stored = _planned(plan, program, stage)
+    shapes = {
+        program.aliases.get(fqn, fqn): state.meta.shape
+        for index in lowered
+        for fqn, state in zip(
+            program.calls[index].states,
+            program.graphs[program.calls[index].graph].states,
+            strict=True,
+        )
+    }
+    for first, wanted in _required(program, lowered).items():
+        if first not in stored:
+            one = wanted[0] if len(set(wanted)) == 1 else _WHOLE
+            can_slice = not is_fsdp or fsdp_can_slice(shapes[first], one, dp)
+            stored[first] = one if can_slice else _WHOLE
+    return stored
+
+
+def slices_read(
+    program: Program, index: int, block: LoweredBlock, stored: Mapping[str, Placement]
+) -> tuple[Placement | None, ...]:
+    """Return per state of a call the placement that it reads of a whole one; None: as stored."""
+    found: list[Placement | None] = []
+    for fqn, required in _placements(program, index, block):
+        held = stored.get(program.aliases.get(fqn, fqn))
+        is_same = held is None or required is None or held == required
+        found.append(None if is_same else required)
+    return tuple(found)
 
 
 def _planned(plan: Plan, program: Program, stage: StageSlice) -> dict[str, Placement]:
@@ -102,9 +140,15 @@ def _planned(plan: Plan, program: Program, stage: StageSlice) -> dict[str, Place
     return planned
 
 
-def _lower_all(
-    plan: Plan, program: Program, stage: StageSlice, tp: DeviceMesh
+def lower_stage(
+    plan: Plan,
+    program: Program,
+    stage: StageSlice,
+    *,
+    rank: int,
+    group: dist.ProcessGroup | None,
 ) -> dict[int, LoweredBlock]:
+    """Return the local form of every call of a stage on one tensor-parallel rank."""
     cache: dict[tuple[int, str], LoweredBlock] = {}
     lowered = {}
     for block in plan.stages[stage.index].blocks:
@@ -117,9 +161,9 @@ def _lower_all(
                 graph,
                 shard_options(graph),
                 layout.axes if layout is not None else {},
-                degree=tp.size(),
-                rank=tp.get_local_rank(),
-                group=tp.get_group(),
+                degree=plan.mesh.tp,
+                rank=rank,
+                group=group,
             )
         lowered[block.call] = cache[key]
     return lowered
@@ -146,17 +190,8 @@ def _required(program: Program, lowered: Mapping[int, LoweredBlock]) -> dict[str
     return required
 
 
-def _parameter(root: nn.Module, first: str, program: Program) -> torch.Tensor:
-    names = [fqn for fqn, canonical in program.aliases.items() if canonical == first]
-    present = dict(root.named_parameters(remove_duplicate=False))
-    name = next(name for name in names if name in present)
-    holder, key = find_state(root, name)
-    tensor: torch.Tensor = holder[key]
-    return tensor
-
-
-def _distribute(
-    root: nn.Module, stored: Mapping[str, Placement], program: Program, tp: DeviceMesh
+def distribute(
+    root: nn.Module, stored: Mapping[str, Placement], aliases: Mapping[str, str], tp: DeviceMesh
 ) -> None:
     """Replace every parameter of the root by a DTensor in its stored placement."""
     names = {id(p): n for n, p in root.named_parameters()}
@@ -167,7 +202,7 @@ def _distribute(
                 continue
             if id(parameter) not in made:
                 name = names[id(parameter)]
-                placement = stored.get(program.aliases.get(name, name), _WHOLE)
+                placement = stored.get(aliases.get(name, name), _WHOLE)
                 made[id(parameter)] = _distributed(parameter, placement, tp)
                 made[id(made[id(parameter)])] = made[id(parameter)]
             module._parameters[key] = made[id(parameter)]
@@ -188,17 +223,13 @@ def _distributed(parameter: nn.Parameter, placement: Placement, tp: DeviceMesh) 
     return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
 
 
-def _localise(
-    stored: Placement | None, required: Placement | None, tp: DeviceMesh
-) -> Localise | None:
-    if stored is None or required is None or stored == required:
-        return None
+def _slicer(required: Placement, tp: DeviceMesh) -> Localise:
     return functools.partial(
-        _slice_whole, placement=required, rank=tp.get_local_rank(), degree=tp.size()
+        slice_whole, placement=required, rank=tp.get_local_rank(), degree=tp.size()
     )
 
 
-def _slice_whole(
+def slice_whole(
     parameter: torch.Tensor, *, placement: Placement, rank: int, degree: int
 ) -> torch.Tensor:
     """Return this rank's slice of a parameter that is stored whole; its gradient is an addend."""

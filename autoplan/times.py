@@ -14,13 +14,20 @@ from autoplan.cluster import Cluster
 from autoplan.errors import ProfileError
 from autoplan.graph import Gemm, OpTrace, ShardOption
 from autoplan.local import LocalOp
-from autoplan.profiles.device import DeviceProfile
+from autoplan.op_classes import class_point
+from autoplan.profiles.device import ITEM_BYTES, DeviceProfile
 from autoplan.profiles.op_times import measured_ops
-from autoplan.profiles.tables import Lookup
+from autoplan.profiles.tables import ATTENTION_DIRECTIONS, Lookup
 from autoplan.signatures import local_signature
+from autoplan.step_costs import exposed_s
 
 __all__ = ["OpTime", "Tally", "Timer", "overlaps_communication"]
 
+_WITH_BIAS = 3  # operands of a linear layer
+_LINEAR = ("aten.linear.default", "aten.addmm.default")
+# Bytes per element of an operand that is cast for a narrow product: read in bfloat16 and written;
+# its scale comes from the kernel before or the step before (Micikevicius et al. 2022, section 3).
+_CAST_BYTES = 2 + 1
 _DOUBLE_COST = 2.0  # float64 on units measured in float32: two words for one
 
 
@@ -59,8 +66,17 @@ def overlaps_communication(cluster: Cluster) -> bool:
 class Timer:
     """Prices local ops on a cluster for one tensor-parallel degree."""
 
-    def __init__(self, cluster: Cluster, degree: int, tally: Tally | None = None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        degree: int,
+        tally: Tally | None = None,
+        product_dtype: str | None = None,
+        attention_kernel: str = "",
+    ) -> None:
         self.cluster = cluster
+        self.product_dtype = product_dtype
+        self.attention_kernel = attention_kernel
         self.device = cluster.device
         self.degree = degree
         self.link = cluster.link_for(degree, 1)
@@ -75,7 +91,13 @@ class Timer:
         """Return the seconds of one local op."""
         if op.op is None:
             return self._conversion_time(op)
-        return self.traced_time(op.op, op.option)
+        time = self.traced_time(op.op, op.option)
+        if not op.regathered_bytes:
+            return time
+        # The input's gradient does not need what is gathered: the two run at once.
+        gather_s = self.collective_s("all_gather", op.regathered_bytes)
+        comm_s = time.backward_comm_s + exposed_s(gather_s, time.backward_s / 2)
+        return replace(time, backward_comm_s=comm_s)
 
     def _conversion_time(self, op: LocalOp) -> OpTime:
         assert op.transition is not None, "a conversion carries its transition"
@@ -119,27 +141,64 @@ class Timer:
             return self._with_casts(products, op, split)
         if op.kind == "attention" and op.attention is not None:
             return self._with_casts(self._attention_time(op, split), op, split)
-        forward = self._memory_s(op.forward_bytes / split)
-        backward = self._memory_s(op.backward_bytes / split) if op.needs_grad else 0.0
+        classed = self._class_time(op, split)
+        if classed is not None:
+            return classed
+        kernel = op.target.split(".")[1] if op.target.startswith("aten.") else ""
+        forward = self.memory_s(op.forward_bytes / split, kernel)
+        backward = 0.0
+        if op.needs_grad:
+            own = (op.backward_bytes - op.accumulated_bytes) / split
+            backward = self.memory_s(own, f"{kernel}_backward")
+            backward += self.memory_s(op.accumulated_bytes / split)
         return OpTime(forward_s=forward, backward_s=backward)
+
+    def _class_time(self, op: OpTrace, split: int) -> OpTime | None:
+        """Return the seconds of an op whose class the profile has a table of, if it has."""
+        point = class_point(op) if self.device.op_classes else None
+        if point is None:
+            return None
+        seconds = []
+        for direction in ATTENTION_DIRECTIONS:
+            found = self.device.op_class_time_s(
+                point.op_class,
+                -(-point.rows // split),
+                point.width,
+                dtype=point.dtype,
+                direction=direction,
+            )
+            if found is None:
+                return None
+            seconds.append(found)
+        forward, backward = seconds
+        return OpTime(
+            forward_s=self.tally.add(forward),
+            backward_s=self.tally.add(backward) if op.needs_grad else 0.0,
+        )
 
     def _with_casts(self, time: OpTime, op: OpTrace, split: int) -> OpTime:
         """Add the copies that autocast makes of operands and gradients."""
         return replace(
             time,
-            forward_s=time.forward_s + self._memory_s(op.cast_bytes / split),
-            backward_s=time.backward_s + self._memory_s(op.backward_cast_bytes / split),
+            forward_s=time.forward_s + self.memory_s(op.cast_bytes / split),
+            backward_s=time.backward_s + self.memory_s(op.backward_cast_bytes / split),
         )
 
-    def _memory_s(self, nbytes: float) -> float:
-        return self.tally.add(self.device.memory_time_s(nbytes)) if nbytes > 0 else 0.0
+    def memory_s(self, nbytes: float, kernel: str = "") -> float:
+        """Return the seconds of one memory-bound kernel."""
+        return self.tally.add(self.device.memory_time_s(nbytes, kernel)) if nbytes > 0 else 0.0
 
     def _gemm_time(self, op: OpTrace, gemm: Gemm) -> OpTime:
-        dtype, cost = _priced_dtype(self.device, op.dtype)
         m, n, k, batch = gemm.m, gemm.n, gemm.k, gemm.batch
         add, device = self.tally.add, self.device
+        dtype, cost = _priced_dtype(device, op.dtype)
+        casts = 0.0
+        if self.product_dtype is not None and op.target in _LINEAR:
+            dtype = self.product_dtype
+            casts = _CAST_BYTES * (m * k + k * n)
         forward = add(device.gemm_time_s(m, n, k, dtype=dtype, batch=batch))
-        backward = 0.0
+        forward += self.memory_s(casts)
+        backward = self.memory_s(_CAST_BYTES * m * n) if casts else 0.0
         products = round(op.backward_flops / op.forward_flops)
         if products >= 2:
             backward += add(
@@ -149,6 +208,10 @@ class Timer:
             backward += add(
                 device.gemm_time_s(n, k, m, dtype=dtype, batch=batch, direction="wgrad")
             )
+            if op.target in _LINEAR and len(op.inputs) == _WITH_BIAS:
+                # The bias's gradient is a sum over rows, a kernel of its own.
+                backward += self.memory_s(m * n * ITEM_BYTES.get(op.dtype, 4))
+        backward += self.memory_s(op.accumulated_bytes)
         return OpTime(forward_s=cost * forward, backward_s=cost * backward)
 
     def _attention_time(self, op: OpTrace, split: int) -> OpTime:
@@ -166,6 +229,7 @@ class Timer:
                 causal=bool(causal),
                 dtype=dtype,
                 direction=direction,  # type: ignore[arg-type]
+                kernel=self.attention_kernel,
             )
             return cost * self.tally.add(lookup)
 

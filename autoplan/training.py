@@ -19,10 +19,13 @@ from torch.utils import _pytree as pytree
 
 from autoplan import codec
 from autoplan.batches import BatchDims
+from autoplan.checkpoints import is_saved
+from autoplan.errors import EmitError
 from autoplan.meter import StorageMeter
 from autoplan.models import LoadedModel, load_model
 from autoplan.plan import Plan
 from autoplan.processes import run_worker
+from autoplan.runtime import ParallelModule
 
 __all__ = ["RankResult", "main", "make_optimizer", "train"]
 
@@ -87,14 +90,18 @@ def train(
     steps: int,
     *,
     on_step: Callable[[int, float], None] | None = None,
+    checkpoint: Path | None = None,
+    save_every: int | None = None,
 ) -> RankResult:
-    """Run `steps` optimizer steps of a plan on this rank and return its losses and peak.
+    """Run optimizer steps of a plan on this rank and return its losses and peak.
 
     Args:
         plan: what to run.
         loaded: the model with weights, and a batch whose form is repeated.
-        steps: at least 1.
+        steps: at least 1; with a checkpoint, those that it has done already count.
         on_step: called with the step and its loss, on every rank.
+        checkpoint: folder to resume from, if it holds a checkpoint, and to save to.
+        save_every: steps between saves; None: only after the last.
     """
     model: nn.Module = loaded.model
     module = plan.parallelize(model, loaded.batch, loaded.loss_fn)
@@ -103,10 +110,11 @@ def train(
     del model, loaded
     optimizer = make_optimizer(name, module.parameters())
     losses = []
+    first = _resume(module, optimizer, checkpoint)
     meter = StorageMeter()
     with meter:
         meter.baseline(module, optimizer)
-        for step in range(steps):
+        for step in range(first, steps):
             whole = global_batch(batch, plan.global_batch_size, step, dims)
             share = module.shard_batch(whole)
             loss = float(module.train_step(share))
@@ -115,12 +123,28 @@ def train(
             losses.append(loss)
             if on_step is not None:
                 on_step(step, loss)
+            done = step + 1
+            is_due = done == steps or (save_every is not None and done % save_every == 0)
+            if checkpoint is not None and is_due:
+                module.save_checkpoint(checkpoint, optimizer, extra={"steps": done})
     rank = dist.get_rank() if dist.is_initialized() else 0
     return RankResult(
         losses=tuple(losses),
         peak_bytes=meter.peak_bytes,
         stage=rank // (plan.mesh.dp * plan.mesh.tp),
     )
+
+
+def _resume(
+    module: ParallelModule, optimizer: torch.optim.Optimizer, checkpoint: Path | None
+) -> int:
+    """Load a checkpoint if there is one; returns how many steps it has done."""
+    if checkpoint is None or not is_saved(checkpoint):
+        return 0
+    extra = module.load_checkpoint(checkpoint, optimizer)
+    if not isinstance(extra, dict) or "steps" not in extra:
+        raise EmitError(f"{checkpoint} was not saved by this loop: it does not say its step")
+    return int(extra["steps"])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -131,6 +155,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seq", type=int, default=None)
     parser.add_argument("--results", type=Path, default=None, help="folder for one JSON per rank")
+    parser.add_argument("--checkpoint", type=Path, default=None)
+    parser.add_argument("--save-every", type=int, default=None)
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     loaded = load_model(
@@ -143,7 +169,14 @@ def main(arguments: list[str] | None = None) -> None:
         if rank == 0:
             print(f"step {step:4d}  loss {loss:.6f}", flush=True)
 
-    result = train(plan, loaded, options.steps, on_step=show)
+    result = train(
+        plan,
+        loaded,
+        options.steps,
+        on_step=show,
+        checkpoint=options.checkpoint,
+        save_every=options.save_every,
+    )
     if options.results is not None:
         (options.results / f"rank{rank}.json").write_text(codec.dumps(result))
 

@@ -67,7 +67,7 @@ def build_profile(source: DeviceSource, measurements: Measurements) -> DevicePro
     memory = measurements.need(source.family, "memory")
     bandwidth = measurements.need(source.family, "hbm_bandwidth")
     launch = measurements.need((None,), "torch_matmul_4x4_avg_time")
-    memory_bytes = int(memory.value * GB)
+    memory_bytes = _memory_bytes(source, memory)
     tensor_dtype = "bfloat16" if "bfloat16" in peaks else "float16"
     gemm, gemm_origins = gemm_tables(source, measurements, tensor_dtype, peaks[tensor_dtype])
     attention, attention_origins = _attention(
@@ -79,7 +79,7 @@ def build_profile(source: DeviceSource, measurements: Measurements) -> DevicePro
         name=source.name,
         description=source.description,
         memory_bytes=int(
-            collect.take("memory_bytes", memory_bytes, "memory", _memory_origin(memory))
+            collect.take("memory_bytes", memory_bytes, "memory", _memory_origin(source, memory))
         ),
         reserve_bytes=_reserve_bytes(source, measurements, collect),
         peak_flops_per_s=peaks,
@@ -103,10 +103,25 @@ def build_profile(source: DeviceSource, measurements: Measurements) -> DevicePro
     )
 
 
-def _memory_origin(memory: Fact) -> Origin:
+# A GPU sold with 96 GB is logged with 95.0 GiB (torchtitan): labels are GiB less what error
+# correction and the driver keep.
+_USABLE_SHARE = 95.0 / 96.0
+
+
+def _memory_bytes(source: DeviceSource, memory: Fact) -> int:
+    gib = memory.value * _USABLE_SHARE if source.memory_gib is None else source.memory_gib
+    return int(gib * GIB)
+
+
+def _memory_origin(source: DeviceSource, memory: Fact) -> Origin:
+    if source.memory_gib is not None:
+        return Origin(
+            kind="assumed",
+            text=f"{source.memory_gib:.2f} GiB: of the memory it is sold with, the share that an "
+            "L4 (GDDR6, error correction) is logged with (22.488 GiB of 24)",
+        )
     return memory.origin(
-        "decimal GB; a 96 GB H100 is logged as 95.0 GiB (torchtitan), so this may be low by "
-        "some 6 % and no allocator margin is added to the reserve"
+        f"{memory.value:g} GB as sold, times 95.0 GiB / 96 GB, as an H100 is logged (torchtitan)"
     )
 
 
@@ -200,7 +215,7 @@ def _bus_bandwidth(source: DeviceSource, measurements: Measurements) -> tuple[Fa
     ring = measurements.find(source.family, "allgather_busbw_8gpu")
     if ring is not None:
         return ring, "nccl-tests bus bandwidth of a ring on 8 GPUs"
-    if source.name.startswith("h100"):
+    if source.name.startswith("h100_sxm"):
         fact = measurements.need(("H200-SXM",), "allgather_busbw_8gpu")
         return fact, "ring on 8 H200, transferred: the same NVLink 4"
     for quantity in ("allreduce_busbw_8gpu_ring", "allreduce_busbw_8gpu"):

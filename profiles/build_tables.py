@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+
+import numpy as np
 
 from autoplan.errors import ProfileError
 from autoplan.profiles.measurements import Measurements, Row
@@ -30,13 +33,46 @@ OWN_ATTENTION = {"a100_sxm_80gb": "A100-SXM4-80", "h100_sxm_80gb": "H100-SXM5-80
 LIGER_H100 = "NVIDIA H100 80GB HBM3"
 
 
+# Sustained large products over the best one ever seen (MAMF) on the same GPU, by dense TFLOP/s per
+# watt: what a power limit leaves. Large: m * n * k of 2.5e11 and more. The A100-SXM is the MLP of
+# liger_ops.csv (geglu, 65,536 tokens: 256 TFLOP/s of 271.2), the others are of gemm_efficiency.csv.
+_SXM_SUSTAINED = 256.0 / 271.2
+_LARGE = 2.5e11
+
+
+def sustained_share(measurements: Measurements, tflops_per_watt: float) -> float:
+    """Return which share of its best matmul a GPU sustains, between three that were measured."""
+    points = [(_density(measurements, ("A100-SXM",), None), _SXM_SUSTAINED)]
+    for donor, family in DONOR_DEVICES.items():
+        best = measurements.need(family, "mamf_bf16").value
+        large = sorted(
+            float(row["tflops"])
+            for row in measurements.gemm
+            if row["gpu"] == donor
+            and row["op"] == "matmul"
+            and row["role"] == "fwd"
+            and int(row["m"]) * int(row["n"]) * int(row["k"]) >= _LARGE
+        )
+        points.append((_density(measurements, family, None), large[len(large) // 2] / best))
+    xs, ys = zip(*sorted(points), strict=True)
+    return float(np.interp(tflops_per_watt, xs, ys))
+
+
+def _density(
+    measurements: Measurements, family: Sequence[str | None], watts: float | None
+) -> float:
+    peak = measurements.find(family, "peak_bf16") or measurements.need(family, "peak_fp16")
+    return peak.value / (watts or measurements.need(family, "tdp").value)
+
+
 def gemm_tables(
     source: DeviceSource, measurements: Measurements, dtype: str, peak: float
 ) -> tuple[tuple[GemmTable, ...], Origins]:
     """Return GEMM speeds: the donor's efficiency by shape, at this device's best matmul.
 
     A device with its own rows gets them as they are. Another gets rate = donor's rate times the
-    ratio of the highest measured matmul rates (MAMF); without one, the ratio of peaks.
+    ratio of what each sustains: the highest measured matmul rate (MAMF; without one, peak) times
+    the share that the power limit leaves.
     """
     donor_device = DONOR_DEVICES[source.gemm_donor]
     ours = measurements.find(source.family, "mamf_bf16")
@@ -49,17 +85,25 @@ def gemm_tables(
     ]
     text = f"efficiency by shape measured on {source.gemm_donor}; {rows[0]['source']}"
     kind: OriginKind = "published"
-    if source.gemm_donor == "B200":
+    shares = tuple(
+        sustained_share(measurements, _density(measurements, family, watts))
+        for family, watts in ((source.family, source.watts), (donor_device, None))
+    )
+    if source.gemm_donor == "B200" or source.name.startswith("a100_pcie"):
         factor = 1.0
     elif ours is not None:
-        factor = ours.value / theirs.value
+        factor = ours.value / theirs.value * shares[0] / shares[1]
         text = (
             f"transferred: {text}; times {ours.value:g} / {theirs.value:g}, the highest matmul "
-            f"TFLOP/s measured on each ({ours.source})"
+            f"TFLOP/s measured on each ({ours.source}), times {shares[0]:.3f} / {shares[1]:.3f}, "
+            "the share of it that the power limit leaves, interpolated by TFLOP/s per watt"
         )
     else:
-        factor = peak / donor_peak
-        text = f"transferred: {text}; the same fraction of peak is assumed here"
+        factor = peak / donor_peak * shares[0] / shares[1]
+        text = (
+            f"transferred: {text}; the same fraction of peak is assumed here, times "
+            f"{shares[0]:.3f} / {shares[1]:.3f} for the power limit"
+        )
         kind = "assumed"
     tables = []
     for role, direction in DIRECTION_BY_ROLE.items():
@@ -94,9 +138,27 @@ def attention_flash(
     """Return attention speeds from published bars, forward and backward told apart.
 
     The bars of FlashAttention 2 are one rate for forward and backward together. On H100 forward
-    alone is known too, which gives the backward; its ratio is carried over to A100.
+    alone is known too, which gives the backward; its ratio is carried over to A100. Older
+    implementations get tables of their own, with one rate for both directions.
     """
-    impl = "PyTorch standard" if source.attention == "standard" else "FA2"
+    name, impl = (
+        ("standard", "PyTorch standard") if source.attention == "standard" else ("flash2", "FA2")
+    )
+    tables, origins = _flash(source, measurements, dtype, peak, name, impl)
+    for older, older_impl in source.older_attention:
+        more, origin = _flash(source, measurements, dtype, peak, older, older_impl)
+        tables, origins = tables + more, origins | origin
+    return tables, origins
+
+
+def _flash(
+    source: DeviceSource,
+    measurements: Measurements,
+    dtype: str,
+    peak: float,
+    kernel: str,
+    impl: str,
+) -> tuple[tuple[AttentionTable, ...], Origins]:
     both = _bars(measurements, source.attention_donor, impl, "fwd+bwd")
     h100_both = _bars(measurements, "H100-SXM5-80", "FA2", "fwd+bwd")
     h100_forward = _bars(measurements, "H100-SXM5-80", "FA2", "fwd")
@@ -118,8 +180,9 @@ def attention_flash(
             row = (seq, head_dim, groups, _rounded(rate * 1e12 * factor))
             rates.setdefault((direction, is_causal), []).append(row)
     citation = next(iter(both.values()))[2]
-    return _attention_tables(rates, dtype), {
-        "attention": Origin(
+    origin = "attention" if kernel in ("flash2", "standard") else f"attention_{kernel}"
+    return _attention_tables(rates, dtype, kernel, origin), {
+        origin: Origin(
             kind="published" if is_own else "assumed",
             text=_attention_text(source, impl, is_own, citation),
             device=source.attention_donor,
@@ -142,14 +205,18 @@ def _attention_text(source: DeviceSource, impl: str, is_own: bool, citation: str
 
 
 def _attention_tables(
-    rates: dict[tuple[str, bool], list[tuple[int, int, int, float]]], dtype: str
+    rates: dict[tuple[str, bool], list[tuple[int, int, int, float]]],
+    dtype: str,
+    kernel: str,
+    origin: str = "attention",
 ) -> tuple[AttentionTable, ...]:
     return tuple(
         AttentionTable(
             dtype=dtype,
             direction="forward" if direction == "forward" else "backward",
             causal=is_causal,
-            origin="attention",
+            origin=origin,
+            kernel=kernel,
             rows=tuple(sorted(rows)),
         )
         for (direction, is_causal), rows in sorted(rates.items())
@@ -205,7 +272,7 @@ def attention_full_matrix(
         "causal kernel, whole-matrix FLOPs halved, backward counted as 2.5 times forward; the same "
         f"rate per computed FLOP is assumed without a mask; {citation}"
     )
-    return _attention_tables(rates, dtype), {
+    return _attention_tables(rates, dtype, "flash2"), {
         "attention": Origin(kind="published", text=text, device=source.attention_donor)
     }
 
@@ -215,23 +282,25 @@ def memory_table(
 ) -> tuple[tuple[MemoryTable, ...], Origins]:
     """Return memory-bound speeds: the H100's share of peak by size, levelled to this device.
 
-    Squared ReLU in eager torch is two elementwise kernels, so each has half the time and moves two
-    tensors. Where a fit of large kernels exists for the device or its sibling, it sets the level.
+    Rows are the elementwise kernels of a gated MLP as a model runs them, on slices of one tensor:
+    silu reads one and writes one, the product reads two and writes one. Where a fit of large
+    kernels in training exists for the device itself, it sets the level.
     """
     rows = [
         row
         for row in measurements.liger
         if (row["gpu"], row["op"], row["impl"], row["mode"], row["metric"])
-        == (LIGER_H100, "relu_squared", "torch", "forward", "speed")
+        == (LIGER_H100, "megatron_swiglu", "torch", "forward", "speed")
     ]
     h100_peak = measurements.need(("H100-SXM",), "hbm_bandwidth").value * 1e9
     shares: dict[int, float] = {}
     for row in rows:
-        num_elements = json.loads(row["config"])["M"] * int(float(row["x_value"]))
-        nbytes = 2 * num_elements * 2  # read and written once, bfloat16
-        shares[nbytes] = nbytes / (float(row["p50"]) * 1e-3 / 2) / h100_peak
+        config = json.loads(row["config"])
+        nbytes = config["S"] * config["B"] * int(float(row["x_value"])) * 2  # bfloat16
+        each_s = float(row["p50"]) * 1e-3 / 5
+        shares[round(2.5 * nbytes)] = nbytes / each_s / h100_peak
     level = shares[max(shares)]
-    text = f"elementwise kernels of eager torch on H100 by size; {rows[0]['source']}"
+    text = f"elementwise kernels of a gated MLP in eager torch on H100; {rows[0]['source']}"
     kind: OriginKind = "published"
     fit = measurements.find((source.memory_fraction,), "memory_bound_op_bandwidth:default")
     if fit is not None:
@@ -247,6 +316,7 @@ def memory_table(
         if not source.name.startswith("h100"):
             kind = "assumed"
             text = f"transferred: {text}; the same share of peak bandwidth is assumed here"
+    tables, origins = _reductions(measurements, peak_bytes_per_s, is_a100="a100" in source.name)
     table = MemoryTable(
         origin="memory_bound",
         rows=tuple(
@@ -254,7 +324,90 @@ def memory_table(
             for nbytes, share in sorted(shares.items())
         ),
     )
-    return (table,), {"memory_bound": Origin(kind=kind, text=text, device="H100")}
+    origins |= {"memory_bound": Origin(kind=kind, text=text, device="H100")}
+    return (table, *tables), origins
+
+
+# Reductions of liger_ops.csv: op, implementation, config key of the rows, bytes of an element, and
+# how often forward and backward move the input (as a trace counts them).
+_REDUCTIONS = (
+    ("layer_norm", "layer_norm", ("M",), 4, 2, 3),
+    ("rms_norm", "megatron_rms_norm", ("S", "B"), 2, 2, 3),
+    ("cross_entropy_loss", "cross_entropy", ("B", "T"), 4, 3, 5),
+)
+_LIGER_GPUS = {"NVIDIA A100-SXM4-80GB": ("A100-SXM",), LIGER_H100: ("H100-SXM",)}
+
+
+def _reductions(
+    measurements: Measurements, peak_bytes_per_s: float, *, is_a100: bool
+) -> tuple[tuple[MemoryTable, ...], Origins]:
+    """Return speeds of norms and losses: shares of the peak bandwidth of the GPU measured.
+
+    A100 devices take the rows of the A100 where there are some, the others those of the H100.
+    """
+    tables: list[MemoryTable] = []
+    origins: Origins = {}
+    gpus = sorted(_LIGER_GPUS, key=lambda gpu: ("A100" in gpu) != is_a100)
+    for name, op, keys, item, forward, backward in _REDUCTIONS:
+        rows = _liger_rows(measurements, gpus, op)
+        if not rows:
+            continue
+        peak = measurements.need(_LIGER_GPUS[rows[0]["gpu"]], "hbm_bandwidth").value * 1e9
+        times: dict[tuple[int, str], float] = {}
+        for row in rows:
+            config = json.loads(row["config"])
+            elements = int(float(row["x_value"]))
+            for key in keys:
+                elements *= config[key]
+            times[elements, row["mode"]] = float(row["p50"]) * 1e-3
+        for suffix, passes in (("", forward), ("_backward", backward)):
+            shares = _shares(times, suffix, passes * item)
+            tables.append(
+                MemoryTable(
+                    origin=name,
+                    kernel=name + suffix,
+                    rows=tuple((n, _rounded(s / peak * peak_bytes_per_s)) for n, s in shares),
+                )
+            )
+        origins[name] = Origin(
+            kind="published",
+            text=f"eager {op} as a share of the peak bandwidth of {rows[0]['gpu']}; "
+            f"{rows[0]['source']}",
+            device=rows[0]["gpu"],
+        )
+    return tuple(tables), origins
+
+
+def _liger_rows(measurements: Measurements, gpus: Sequence[str], op: str) -> list[Row]:
+    """Return the eager rows of an op on the first GPU that has some."""
+    for gpu in gpus:
+        rows = [
+            row
+            for row in measurements.liger
+            if row["gpu"] == gpu
+            and row["op"] == op
+            and row["impl"] in ("huggingface", "torch")
+            and row["metric"] == "speed"
+            and row["mode"] in ("forward", "full")
+        ]
+        if rows:
+            return rows
+    return []
+
+
+def _shares(
+    times: dict[tuple[int, str], float], suffix: str, bytes_per_element: int
+) -> list[tuple[int, float]]:
+    """Return (bytes, bytes per second) of forward, or of what full takes beyond it."""
+    found = []
+    for elements, mode in sorted(times):
+        if mode != "forward" or (elements, "full") not in times:
+            continue
+        seconds = times[elements, "forward"]
+        if suffix:
+            seconds = times[elements, "full"] - seconds
+        found.append((elements * bytes_per_element, elements * bytes_per_element / seconds))
+    return found
 
 
 def _rounded(rate: float) -> float:

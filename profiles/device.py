@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from autoplan.errors import ProfileError
@@ -31,6 +31,7 @@ from autoplan.profiles.tables import (
     How,
     Lookup,
     MemoryTable,
+    OpClassTable,
     RatePoints,
     TimeCurve,
 )
@@ -75,7 +76,8 @@ class DeviceProfile:
         host_link_bytes_per_s: device to host, one direction.
         optimizer_bytes_per_s: bytes read and written per second of an optimizer step; None: as
             other memory-bound kernels.
-        gemm, attention, memory_bound: the measured tables.
+        gemm, attention, memory_bound, op_classes: the measured tables.
+        measurements: single measured numbers by name, with their unit in it.
         intra, inter: the links that such devices usually have inside a node and between nodes.
         origins: the sources by id.
         origin_by_field: for every number outside the tables, the id of its origin;
@@ -95,6 +97,8 @@ class DeviceProfile:
     gemm: tuple[GemmTable, ...] = ()
     attention: tuple[AttentionTable, ...] = ()
     memory_bound: tuple[MemoryTable, ...] = ()
+    op_classes: tuple[OpClassTable, ...] = ()
+    measurements: Mapping[str, float] = field(default_factory=dict)
     intra: LinkProfile | None = None
     inter: LinkProfile | None = None
     origins: Mapping[str, Origin]
@@ -118,6 +122,7 @@ class DeviceProfile:
             *(table.origin for table in self.gemm),
             *(table.origin for table in self.attention),
             *(table.origin for table in self.memory_bound),
+            *(table.origin for table in self.op_classes),
         ]
         check_origins(self.origins, self.origin_by_field, numbers, table_origins)
         for level in ("intra", "inter"):
@@ -194,6 +199,7 @@ class DeviceProfile:
         dtype: str,
         direction: AttentionDirection = "forward",
         flops: float | None = None,
+        kernel: str = "",
     ) -> Lookup:
         """Return the time of fused scaled-dot-product attention.
 
@@ -204,27 +210,50 @@ class DeviceProfile:
             direction: `backward` is 2.5 times the FLOPs of `forward`.
             flops: FLOPs of the whole, not halved, matrix in this direction, for callers that
                 counted them; None: 4 * batch * heads * seq_q * seq_k * head_dim (* 2.5).
+            kernel: implementation, as the tables name it; one without tables, or none: that of the
+                first table.
 
         Raises:
             ProfileError: if the profile has no such dtype or direction; names what exists.
             ValueError: if a size is below 0.
         """
         return _attention_time_s(
-            self, batch, heads, seq_q, seq_k, head_dim, causal, dtype, direction, flops
+            self, batch, heads, seq_q, seq_k, head_dim, causal, dtype, direction, flops, kernel
         )
 
-    def memory_time_s(self, nbytes: float) -> Lookup:
+    def memory_time_s(self, nbytes: float, kernel: str = "") -> Lookup:
         """Return the time of a memory-bound kernel that reads and writes `nbytes` in all.
+
+        Args:
+            nbytes: at least 0.
+            kernel: operator, as the tables name it; one without a table counts as elementwise.
 
         Raises:
             ValueError: if `nbytes` < 0.
         """
-        return _memory_time_s(self, nbytes)
+        return _memory_time_s(self, nbytes, kernel)
+
+    def op_class_time_s(
+        self, op_class: str, rows: int, width: int, *, dtype: str, direction: AttentionDirection
+    ) -> Lookup | None:
+        """Return the time of an op of a measured class, or None where no table has it.
+
+        Args:
+            op_class: one of `OP_CLASSES`.
+            rows, width: of its input; of an embedding's result.
+            dtype: of its input.
+            direction: forward or backward.
+        """
+        points = _class_points(self, op_class, dtype, direction)
+        if points is None or rows * width == 0:
+            return None
+        rate, how = points.rate(rows, width, 1)
+        return Lookup(time_s=max(self.launch_overhead_s, rows * width / rate), how=how)
 
     def optimizer_time_s(self, nbytes: float) -> Lookup:
         """Return the time of an optimizer step that reads and writes `nbytes` in all."""
         if self.optimizer_bytes_per_s is None:
-            return _memory_time_s(self, nbytes)
+            return _memory_time_s(self, nbytes, "")
         _check_sizes(nbytes=nbytes)
         if nbytes == 0:
             return Lookup(time_s=0.0, how="measured")
@@ -250,6 +279,10 @@ class DeviceProfile:
                 replace(t, rows=tuple((*r[:3], r[3] * flops) for r in t.rows))
                 for t in self.attention
             ),
+            op_classes=tuple(
+                replace(t, rows=tuple((*r[:2], r[2] * bandwidth) for r in t.rows))
+                for t in self.op_classes
+            ),
             memory_bound=tuple(
                 replace(t, rows=tuple((b, r * bandwidth) for b, r in t.rows))
                 for t in self.memory_bound
@@ -260,7 +293,8 @@ class DeviceProfile:
         values = {name: getattr(self, name) for name in _SCALAR_FIELDS}
         numbers = {name: value for name, value in values.items() if value is not None}
         peaks = {f"peak_flops_per_s.{d}": f for d, f in self.peak_flops_per_s.items()}
-        return {**numbers, **peaks}
+        measured = {f"measurements.{name}": value for name, value in self.measurements.items()}
+        return {**numbers, **peaks, **measured}
 
     def _check_dtypes(self) -> None:
         for dtype in self.peak_flops_per_s:
@@ -323,6 +357,7 @@ def _attention_time_s(
     dtype: str,
     direction: AttentionDirection,
     flops: float | None,
+    kernel: str,
 ) -> Lookup:
     _check_known(profile, dtype, direction, ATTENTION_DIRECTIONS)
     _check_sizes(batch=batch, heads=heads, seq_q=seq_q, seq_k=seq_k, head_dim=head_dim)
@@ -335,7 +370,7 @@ def _attention_time_s(
     nbytes = 2.0 * batch * heads * (seq_q + seq_k) * head_dim * ITEM_BYTES[dtype]
     nbytes *= 2.0 if direction == "backward" else 1.0
     seq = max(1, round(math.sqrt(seq_q * seq_k)))
-    points, ratio = _rate_points(profile, "attention", dtype, direction, causal)
+    points, ratio = _rate_points(profile, "attention", dtype, direction, causal, kernel)
     work = flops / 2 if causal else flops
     return _compute_time(
         profile, points, ratio, (seq, head_dim, batch * heads), work, nbytes, dtype
@@ -368,11 +403,11 @@ def _compute_time(
 
 
 @lru_cache(maxsize=65536)
-def _memory_time_s(profile: DeviceProfile, nbytes: float) -> Lookup:
+def _memory_time_s(profile: DeviceProfile, nbytes: float, kernel: str) -> Lookup:
     _check_sizes(nbytes=nbytes)
     if nbytes == 0:
         return Lookup(time_s=0.0, how="measured")
-    curve = _memory_curve(profile)
+    curve = _memory_curve(profile, kernel) or _memory_curve(profile, "")
     how: How = "roofline"
     if curve is None:
         time_s = nbytes / _stream_bytes_per_s(profile)
@@ -382,15 +417,30 @@ def _memory_time_s(profile: DeviceProfile, nbytes: float) -> Lookup:
 
 
 @lru_cache(maxsize=1024)
-def _memory_curve(profile: DeviceProfile) -> TimeCurve | None:
-    rows = [(nbytes, nbytes / rate) for t in profile.memory_bound for nbytes, rate in t.rows]
+def _class_points(
+    profile: DeviceProfile, op_class: str, dtype: str, direction: str
+) -> RatePoints | None:
+    wanted = (op_class, dtype, direction)
+    rows = [
+        (count, width, 1, rate)
+        for table in profile.op_classes
+        if (table.op_class, table.dtype, table.direction) == wanted
+        for count, width, rate in table.rows
+    ]
+    return RatePoints(rows) if rows else None
+
+
+@lru_cache(maxsize=1024)
+def _memory_curve(profile: DeviceProfile, kernel: str) -> TimeCurve | None:
+    tables = [table for table in profile.memory_bound if table.kernel == kernel]
+    rows = [(nbytes, nbytes / rate) for table in tables for nbytes, rate in table.rows]
     return TimeCurve(rows) if rows else None
 
 
 @lru_cache(maxsize=1024)
 def _stream_bytes_per_s(profile: DeviceProfile) -> float:
     """Return the bandwidth that the largest measured memory-bound kernel reaches."""
-    curve = _memory_curve(profile)
+    curve = _memory_curve(profile, "")
     if curve is None:
         return profile.memory_bandwidth_bytes_per_s * UNMEASURED_EFFICIENCY
     nbytes, time_s = curve.last
@@ -399,14 +449,23 @@ def _stream_bytes_per_s(profile: DeviceProfile) -> float:
 
 @lru_cache(maxsize=4096)
 def _rate_points(
-    profile: DeviceProfile, kind: str, dtype: str, direction: str, causal: bool | None
+    profile: DeviceProfile,
+    kind: str,
+    dtype: str,
+    direction: str,
+    causal: bool | None,
+    kernel: str = "",
 ) -> tuple[RatePoints | None, float]:
     """Return the table of a dtype, or that of the dtype nearest in peak, and the ratio of peaks."""
     tables: tuple[GemmTable | AttentionTable, ...] = (
         profile.gemm if kind == "gemm" else profile.attention
     )
     rows_by_dtype: dict[str, list[tuple[int, int, int, float]]] = {}
-    for table in tables:
+    kernels = [getattr(table, "kernel", "") for table in tables]
+    wanted = kernel if kernel in kernels else next(iter(kernels), "")
+    for table, own in zip(tables, kernels, strict=True):
+        if own != wanted:
+            continue
         if table.direction == direction and getattr(table, "causal", None) == causal:
             rows_by_dtype.setdefault(table.dtype, []).extend(table.rows)
     if not rows_by_dtype:

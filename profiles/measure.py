@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autoplan.profiles.catalog import save_profile
+from autoplan.profiles.catalog import load_profile, save_profile
 from autoplan.profiles.device import DeviceProfile
 from autoplan.profiles.here import describe, driver_of, find_device, profile_name
 from autoplan.profiles.link import LinkProfile
 from autoplan.profiles.measure_links import measure_collectives
+from autoplan.profiles.measure_numbers import measure_extras, measure_tensor_core_peaks
+from autoplan.profiles.measure_op_classes import measure_classes
 from autoplan.profiles.measure_ops import (
     measure_attention,
     measure_gemm,
@@ -29,7 +31,7 @@ from autoplan.profiles.measure_ops import (
     measure_peak,
 )
 from autoplan.profiles.origin import Origin
-from autoplan.profiles.tables import AttentionTable, CollectiveTable, GemmTable
+from autoplan.profiles.tables import AttentionTable, CollectiveTable, GemmTable, OpClassTable
 from autoplan.units import GIB
 
 __all__ = ["measure_device", "profile_command"]
@@ -41,8 +43,9 @@ PEAK_DTYPES = ("float64", "float16")  # one product each: CPUs have no tensor co
 PROCESSES_PER_HOST = 4  # that a CPU profile shares the host's memory between
 DISTRIBUTED_RESERVE_BYTES = int(1.45 * GIB)  # torch.distributed on CUDA: devices.csv, measured
 
-# Shares of the budget: GEMM and attention once per dtype, the rest once.
-GEMM_SHARE, ATTENTION_SHARE, MEMORY_SHARE, LINK_SHARE = 0.22, 0.1, 0.08, 0.2
+# Shares of the budget: GEMM, attention and classes once per dtype, the rest once.
+GEMM_SHARE, ATTENTION_SHARE, MEMORY_SHARE, LINK_SHARE = 0.16, 0.07, 0.08, 0.18
+CLASS_SHARE, EXTRAS_SHARE = 0.08, 0.06
 
 
 def profile_command(
@@ -56,6 +59,9 @@ def profile_command(
 ) -> Path:
     """Measure a device and write its profile; return the path of the file.
 
+    Where the file has a profile that this device and this torch measured, what is in it stays and
+    the budget goes to what is missing.
+
     Args:
         gpu: `cpu`, `cuda` (whatever is there), or a name of the catalog that must be there.
         out: file to write; None: `NAME.json` in the current folder.
@@ -67,14 +73,15 @@ def profile_command(
     Raises:
         ProfileError: if the device is not there; says which are.
     """
+    path = out or Path(f"{profile_name(find_device(gpu), gpu)}.json")
     profile = measure_device(
         gpu,
         budget_s=budget_s,
         with_links=with_links,
         gemm_shapes=gemm_shapes,
+        known=load_profile(path) if path.exists() else None,
         progress=progress,
     )
-    path = out or Path(f"{profile.name}.json")
     save_profile(profile, path)
     return path
 
@@ -86,6 +93,7 @@ def measure_device(
     num_threads: int = 1,
     with_links: bool = True,
     gemm_shapes: Sequence[tuple[int, int, int]] = (),
+    known: DeviceProfile | None = None,
     progress: Progress | None = None,
 ) -> DeviceProfile:
     """Return the measured profile of a device of this machine.
@@ -96,6 +104,7 @@ def measure_device(
         num_threads: threads of each process on a CPU.
         with_links: also measure collectives of 2 and 4 processes (one per GPU on CUDA).
         gemm_shapes: (m, n, k) to measure before the grid, for example those of a model.
+        known: an earlier profile; what this device and this torch measured of it stays.
         progress: called with a message and the fraction done.
 
     Raises:
@@ -115,6 +124,7 @@ def measure_device(
         num_threads=num_threads,
         started=time.monotonic(),
         progress=progress or (lambda message, fraction: None),
+        known=known if known is not None and _is_ours(known, device, num_threads) else None,
     )
     threads_before = torch.get_num_threads()
     random_before = torch.get_rng_state()
@@ -139,6 +149,7 @@ class _Session:
     num_threads: int
     started: float
     progress: Progress
+    known: DeviceProfile | None
 
     def tell(self, message: str, fraction: float | None = None) -> None:
         spent = (time.monotonic() - self.started) / self.budget_s
@@ -149,6 +160,15 @@ class _Session:
 
     def slice_s(self, share: float, num_points: int) -> float:
         return share * self.budget_s / num_points
+
+
+def _is_ours(profile: DeviceProfile, device: Any, num_threads: int) -> bool:
+    """Return whether the tables of a profile were measured on this device with this torch."""
+    import torch
+
+    origin = profile.origins.get("measured")
+    here = (describe(device, num_threads), torch.__version__)
+    return origin is not None and (origin.device, origin.torch_version) == here
 
 
 def _measure_profile(
@@ -167,6 +187,8 @@ def _measure_profile(
     )
     gemm: list[GemmTable] = []
     attention: list[AttentionTable] = []
+    classes: list[OpClassTable] = []
+    known = session.known
     for dtype in TABLE_DTYPES:
         gemm += measure_gemm(
             device,
@@ -175,6 +197,7 @@ def _measure_profile(
             slice_s=session.slice_s(GEMM_SHARE, 150),
             origin="measured",
             shapes=gemm_shapes,
+            known=known.gemm if known else (),
             progress=session.tell,
         )
         attention += measure_attention(
@@ -183,6 +206,16 @@ def _measure_profile(
             deadline=session.deadline(ATTENTION_SHARE),
             slice_s=session.slice_s(ATTENTION_SHARE, 100),
             origin="measured",
+            known=known.attention if known else (),
+            progress=session.tell,
+        )
+        classes += measure_classes(
+            device,
+            dtype,
+            deadline=session.deadline(CLASS_SHARE),
+            slice_s=session.slice_s(CLASS_SHARE, 150),
+            origin="measured",
+            known=known.op_classes if known else (),
             progress=session.tell,
         )
     session.tell("optimizer")
@@ -190,6 +223,13 @@ def _measure_profile(
     optimizer = measure_optimizer_bytes_per_s(
         device, slice_s=session.slice_s(0.03, 1), num_parameters=2**26 if is_cuda else 2**21
     )
+    extras = measure_extras(
+        device,
+        deadline=session.deadline(EXTRAS_SHARE),
+        slice_s=session.slice_s(EXTRAS_SHARE, 12),
+        progress=session.tell,
+    )
+    extras = {**(known.measurements if known else {}), **extras}
     bandwidth = max(rate for table in memory for _, rate in table.rows)
     largest_copy = max(memory[0].rows)[1]
     peaks = _peaks(session, gemm)
@@ -207,9 +247,12 @@ def _measure_profile(
         gemm=tuple(gemm),
         attention=tuple(attention),
         memory_bound=memory,
+        op_classes=tuple(classes),
+        measurements=extras,
         origins=_origins(session),
         origin_by_field={
             **fields,
+            **{f"measurements.{name}": "extras" for name in extras},
             "memory_bytes": "memory",
             "reserve_bytes": "reserve",
             "memory_bandwidth_bytes_per_s": "bandwidth",
@@ -231,6 +274,7 @@ def _peaks(session: _Session, gemm: Sequence[GemmTable]) -> dict[str, float]:
         session.tell(f"peak of {dtype}")
         slice_s = session.slice_s(0.01, 1)
         peaks[dtype] = measure_peak(session.device, dtype, size=size, slice_s=slice_s)
+    peaks |= measure_tensor_core_peaks(session.device, slice_s=session.slice_s(0.01, 1))
     return peaks
 
 
@@ -323,6 +367,7 @@ def _origins(session: _Session) -> dict[str, Origin]:
         "peak": "highest rate of any product measured; float64 and float16 from one product each",
         "bandwidth": "highest rate of any copy measured, bytes read and written",
         "optimizer": "AdamW with foreach, 28 bytes per float32 parameter",
+        "extras": "one number each, autoplan.profiles.measure_numbers",
         "memory": "as the driver reports it",
         "reserve": f"{context}, plus 1.45 GiB for torch.distributed (published for 2 A100)",
         "host_link": "copy to pinned memory",

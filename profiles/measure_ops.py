@@ -7,10 +7,12 @@ a small budget gives a sparse table, never an empty one.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from autoplan.profiles.rotation import rotating
 from autoplan.profiles.tables import (
     ATTENTION_DIRECTIONS,
     GEMM_DIRECTIONS,
@@ -24,12 +26,14 @@ from autoplan.profiles.timing import Stopwatch
 
 __all__ = [
     "ADAMW_BYTES_PER_PARAMETER",
+    "coarse_first",
     "measure_attention",
     "measure_gemm",
     "measure_launch_s",
     "measure_memory",
     "measure_optimizer_bytes_per_s",
     "measure_peak",
+    "until",
 ]
 
 T = TypeVar("T")
@@ -57,6 +61,7 @@ def measure_gemm(
     slice_s: float,
     origin: str,
     shapes: Sequence[tuple[int, int, int]] = (),
+    known: Sequence[GemmTable] = (),
     progress: Progress = lambda message: None,
 ) -> tuple[GemmTable, ...]:
     """Return GEMM tables of each direction.
@@ -68,18 +73,23 @@ def measure_gemm(
         slice_s: seconds for one point.
         origin: id of the origin of the rows.
         shapes: (m, n, k) to measure before the grid.
+        known: tables whose points are not measured again, and stay.
         progress: told about each shape.
     """
     import torch
 
     watch = Stopwatch(device=device, slice_s=slice_s)
     sizes = CUDA_GEMM_SIZES if device.type == "cuda" else CPU_GEMM_SIZES
-    grid = [*shapes, *_coarse_first(list(itertools.product(*sizes)))]
+    grid = [*shapes, *coarse_first(list(itertools.product(*sizes)))]
     rows: dict[GemmDirection, dict[tuple[int, int, int], float]] = {}
-    for m, n, k in _until(deadline, grid):
+    for table in known:
+        if table.dtype == dtype:
+            rows[table.direction] = {(m, n, k): rate for m, n, k, rate in table.rows}
+    grid = [point for point in grid if point not in rows.get("wgrad", {})]
+    for m, n, k in until(deadline, grid):
         progress(f"{dtype} gemm {m} x {n} x {k}")
         for direction in GEMM_DIRECTIONS:
-            run = _product(torch, device, getattr(torch, dtype), direction, m, n, k)
+            run = _products(torch, device, getattr(torch, dtype), direction, m, n, k)
             rate = 2.0 * m * n * k / watch.median_s(run)
             rows.setdefault(direction, {})[m, n, k] = _rounded(rate)
     return tuple(
@@ -105,6 +115,19 @@ def _product(
     return lambda: torch.mm(left, right, out=out)
 
 
+def _products(
+    torch: Any, device: Any, dtype: Any, direction: GemmDirection, m: int, n: int, k: int
+) -> Callable[[], object]:
+    """Return products of one shape that rotate through more operands than the cache holds."""
+    nbytes = (m * k + k * n + m * n) * dtype.itemsize
+    return rotating(
+        device,
+        nbytes,
+        lambda: _product(torch, device, dtype, direction, m, n, k),
+        lambda run: run(),
+    )
+
+
 def measure_peak(device: Any, dtype: str, *, size: int, slice_s: float) -> float:
     """Return the FLOP/s of one square product, for dtypes that get no table."""
     import torch
@@ -120,6 +143,7 @@ def measure_attention(
     deadline: float,
     slice_s: float,
     origin: str,
+    known: Sequence[AttentionTable] = (),
     progress: Progress = lambda message: None,
 ) -> tuple[AttentionTable, ...]:
     """Return attention tables of each direction and mask; arguments as `measure_gemm`."""
@@ -128,13 +152,18 @@ def measure_attention(
     watch = Stopwatch(device=device, slice_s=slice_s)
     sizes = CUDA_ATTENTION_SIZES if device.type == "cuda" else CPU_ATTENTION_SIZES
     rows: dict[tuple[AttentionDirection, bool], list[Row]] = {}
+    for table in known:
+        if table.dtype == dtype:
+            rows[table.direction, table.causal] = list(table.rows)
+    there = {row[:3] for row in rows.get(("backward", True), ())}
     grid = [p for p in itertools.product(*sizes) if p[0] * p[2] <= MAX_ATTENTION_ROWS]
-    for seq, head_dim, groups in _until(deadline, _coarse_first(grid)):
+    grid = [p for p in grid if p not in there]
+    for seq, head_dim, groups in until(deadline, coarse_first(grid)):
         progress(f"{dtype} attention of {groups} heads, {seq} x {head_dim}")
         for is_causal in (False, True):
-            shape = (1, groups, seq, head_dim)
-            tensors = [torch.randn(shape, device=device).to(getattr(torch, dtype)) for _ in "qkv"]
-            runs = _attention_runs(torch, tensors, is_causal)
+            runs = _attention_runs(
+                torch, device, getattr(torch, dtype), (1, groups, seq, head_dim), is_causal
+            )
             flops = 4.0 * groups * seq * seq * head_dim / (2 if is_causal else 1)
             for direction, run in zip(ATTENTION_DIRECTIONS, runs, strict=True):
                 work = flops * (2.5 if direction == "backward" else 1.0)
@@ -153,15 +182,25 @@ def measure_attention(
 
 
 def _attention_runs(
-    torch: Any, tensors: list[Any], is_causal: bool
+    torch: Any, device: Any, dtype: Any, shape: tuple[int, ...], is_causal: bool
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    query, key, value = (tensor.requires_grad_() for tensor in tensors)
+    """Return attention forward and backward on rotating inputs."""
     attend = torch.nn.functional.scaled_dot_product_attention
-    out = attend(query, key, value, is_causal=is_causal)
-    gradient = torch.randn_like(out)
+
+    def make() -> tuple[Any, Any, Any]:
+        tensors = [torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in "qkv"]
+        out = attend(*tensors, is_causal=is_causal)
+        return tensors, out, torch.randn_like(out)
+
+    nbytes = 4 * math.prod(shape) * dtype.itemsize
     return (
-        lambda: attend(query, key, value, is_causal=is_causal),
-        lambda: torch.autograd.grad(out, (query, key, value), gradient, retain_graph=True),
+        rotating(device, nbytes, make, lambda made: attend(*made[0], is_causal=is_causal)),
+        rotating(
+            device,
+            nbytes,
+            make,
+            lambda made: torch.autograd.grad(made[1], made[0], made[2], retain_graph=True),
+        ),
     )
 
 
@@ -175,10 +214,14 @@ def measure_memory(
     rows: list[tuple[int, float]] = []
     largest = 29 if device.type == "cuda" else 25
     sizes = [2**exponent for exponent in range(15, largest + 1, 2)]
-    for size in _until(deadline, sizes[::-1]):
-        source = torch.ones(size // 4, device=device)
-        target = torch.empty_like(source)
-        time_s = watch.median_s(lambda t=target, s=source: t.copy_(s))  # type: ignore[misc]
+    for size in until(deadline, sizes[::-1]):
+        copies = rotating(
+            device,
+            2 * size,
+            lambda n=size // 4: (torch.empty(n, device=device), torch.ones(n, device=device)),  # type: ignore[misc]
+            lambda pair: pair[0].copy_(pair[1]),
+        )
+        time_s = watch.median_s(copies)
         rows.append((2 * size, _rounded(2 * size / time_s)))
     return (MemoryTable(origin=origin, rows=tuple(sorted(rows))),)
 
@@ -209,14 +252,14 @@ def measure_optimizer_bytes_per_s(device: Any, *, slice_s: float, num_parameters
     return _rounded(4 * (num_parameters // 4) * ADAMW_BYTES_PER_PARAMETER / time_s)
 
 
-def _coarse_first(points: list[T]) -> list[T]:
+def coarse_first(points: list[T]) -> list[T]:
     """Return the points ordered so that every prefix is spread over the grid (bit reversal)."""
     bits = max(1, (len(points) - 1).bit_length())
     order = sorted(range(len(points)), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
     return [points[i] for i in order]
 
 
-def _until(deadline: float, points: Iterable[T]) -> Iterator[T]:
+def until(deadline: float, points: Iterable[T]) -> Iterator[T]:
     """Yield points until the deadline has passed, and the first one in any case."""
     for index, point in enumerate(points):
         if index and time.monotonic() > deadline:

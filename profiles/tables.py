@@ -22,6 +22,7 @@ __all__ = [
     "ATTENTION_DIRECTIONS",
     "COLLECTIVES",
     "GEMM_DIRECTIONS",
+    "OP_CLASSES",
     "AttentionDirection",
     "AttentionTable",
     "Collective",
@@ -31,6 +32,7 @@ __all__ = [
     "How",
     "Lookup",
     "MemoryTable",
+    "OpClassTable",
     "RatePoints",
     "TimeCurve",
 ]
@@ -48,6 +50,21 @@ COLLECTIVES: tuple[Collective, ...] = (
     "reduce_scatter",
     "all_to_all",
     "send",
+)
+
+OP_CLASSES = (
+    "layer_norm",
+    "rms_norm",
+    "batch_norm",
+    "group_norm",
+    "softmax",
+    "cross_entropy",
+    "embedding",
+    "dropout",
+    "gelu",
+    "silu",
+    "relu",
+    "mul",
 )
 
 NUM_NEIGHBORS = 4  # rows; chosen by leave-one-out on the published GEMM tables
@@ -86,7 +103,8 @@ class AttentionTable:
     """Speeds of fused attention; rows are (seq, head_dim, batch * heads, flops_per_s).
 
     FLOPs count what is computed: 4 * batch * heads * seq**2 * head_dim forward, halved if causal,
-    and 2.5 times that backward (Dao 2023, section 4.1).
+    and 2.5 times that backward (Dao 2023, section 4.1). `kernel` names the implementation; the
+    profile's first table says which one is meant where nobody asks for another.
     """
 
     dtype: str
@@ -94,6 +112,7 @@ class AttentionTable:
     causal: bool
     origin: str
     rows: tuple[tuple[int, int, int, float], ...]
+    kernel: str = ""
 
     def __post_init__(self) -> None:
         _check_rows("attention", self.rows)
@@ -101,13 +120,39 @@ class AttentionTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTable:
-    """Speeds of memory-bound kernels; rows are (bytes read and written, bytes_per_s)."""
+    """Speeds of memory-bound kernels; rows are (bytes read and written, bytes_per_s).
+
+    `kernel` is empty for elementwise kernels, else the operator, with `_backward` for its backward:
+    reductions reach less of the bandwidth.
+    """
 
     origin: str
     rows: tuple[tuple[int, float], ...]
+    kernel: str = ""
 
     def __post_init__(self) -> None:
         _check_rows("memory_bound", self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpClassTable:
+    """Speeds of one class of ops that are no products; rows are (rows, width, numbers_per_s).
+
+    The numbers of the input count: `rows * width`; of an embedding those of the result.
+    """
+
+    op_class: str
+    dtype: str
+    direction: AttentionDirection
+    origin: str
+    rows: tuple[tuple[int, int, float], ...]
+
+    def __post_init__(self) -> None:
+        _check_rows("op_classes", self.rows)
+        if self.op_class not in OP_CLASSES:
+            raise ValueError(
+                f"op_class: {self.op_class!r} is unknown; allowed are {', '.join(OP_CLASSES)}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

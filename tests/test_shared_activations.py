@@ -116,4 +116,4 @@ def test_the_gradient_of_a_tied_weight_lives_from_the_head_on(num_microbatches: 
     from tests.distributed import run_workers
 
     ((predicted, measured),) = run_workers(_rank, 1, "tied", "none", num_microbatches)
-    assert predicted == pytest.approx(measured, rel=0.02)
+    assert predicted == pytest.approx(measured, rel=0.04)

@@ -1,6 +1,6 @@
 """Profile this GPU and run the saved plans on it: predicted against measured. Needs no solver.
 
-    python -m benchmarks.gpu.run --out FOLDER      # about five minutes on one GPU
+    python benchmarks/gpu/run.py --out FOLDER      # about five minutes on one GPU
 
 Writes `profile.json` (the measured profile) and `results.json` to the folder and prints a table.
 `--tiny` runs tiny versions on the CPU, to test this script where there is no GPU.
@@ -12,12 +12,15 @@ import argparse
 import datetime
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from autoplan import codec
 from autoplan.capturer import capture
@@ -218,7 +221,7 @@ def main() -> None:
     plans = {path.stem: Plan.load(path) for path in sorted(options.plans.glob("*.json"))}
     if not plans:
         raise SystemExit(
-            f"no plans in {options.plans}: make them with python -m benchmarks.gpu.solve"
+            f"no plans in {options.plans}: make them with python benchmarks/gpu/solve.py"
         )
     options.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cpu" if options.tiny else "cuda:0")

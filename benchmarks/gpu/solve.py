@@ -1,7 +1,7 @@
 """Make the plans of the GPU benchmark, and price them again with a measured profile; needs no GPU.
 
-    python -m benchmarks.gpu.solve                                 # writes plans/*.json
-    python -m benchmarks.gpu.solve --results FILE --profile FILE   # prices what was measured again
+    python benchmarks/gpu/solve.py                                 # writes plans/*.json
+    python benchmarks/gpu/solve.py --results FILE --profile FILE   # prices what was measured again
 
 Each model gets three memory budgets between what full recompute and no recompute need.
 """
@@ -9,8 +9,11 @@ Each model gets three memory budgets between what full recompute and no recomput
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import autoplan
 from autoplan import codec

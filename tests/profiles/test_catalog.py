@@ -67,8 +67,10 @@ def test_transferred_numbers_say_so() -> None:
 
 
 def test_unknown_name_lists_what_exists_and_the_closest() -> None:
-    with pytest.raises(ProfileError, match=r"no profile named 'a10'.*did you mean.*a100_sxm_80gb"):
-        load_profile("a10")
+    with pytest.raises(
+        ProfileError, match=r"no profile named 'a1000'.*did you mean.*a100_sxm_80gb"
+    ):
+        load_profile("a1000")
 
 
 def test_malformed_file_names_file_and_key(tmp_path: Path) -> None:

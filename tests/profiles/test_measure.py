@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from autoplan.cluster import Cluster
 from autoplan.errors import ProfileError
 from autoplan.profiles import load_profile
 from autoplan.profiles.measure import measure_device, profile_command
 from autoplan.profiles.measure_links import measure_collectives
+from autoplan.profiles.measure_numbers import measure_extras
+from autoplan.profiles.measure_op_classes import measure_classes
+from autoplan.profiles.origin import Origin
+from autoplan.profiles.tables import ATTENTION_DIRECTIONS, OP_CLASSES, OpClassTable
+from autoplan.times import Tally, Timer
+from autoplan.tracer import trace
 
 HAS_CUDA = torch.cuda.is_available()
 
@@ -90,3 +99,60 @@ def test_measuring_code_never_imports_ortools() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert found.stdout.strip() == "set()"
+
+
+def test_a_second_run_goes_on_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "cpu.json"
+    sizes = []
+    for _ in range(2):
+        profile_command("cpu", path, budget_s=0.4, with_links=False)
+        profile = load_profile(path)
+        sizes.append(
+            sum(len(table.rows) for table in profile.gemm)
+            + sum(len(table.rows) for table in profile.op_classes)
+        )
+        first = profile.gemm[0].rows
+    assert sizes[0] < sizes[1]
+    assert set(first) <= set(load_profile(path).gemm[0].rows)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_class_of_ops_can_be_measured_both_ways(dtype: str) -> None:
+    tables = measure_classes(
+        torch.device("cpu"), dtype, deadline=time.monotonic() + 60.0, slice_s=1e-6,
+        origin="measured", sizes=((8,), (16,)),
+    )  # fmt: skip
+    found = {(table.op_class, table.direction) for table in tables}
+    assert found == {(name, way) for name in OP_CLASSES for way in ("forward", "backward")}
+    assert all(table.rows[0][:2] == (8, 16) for table in tables)
+
+
+def test_single_numbers_name_their_unit_and_origin() -> None:
+    found = measure_extras(torch.device("cpu"), deadline=time.monotonic() + 60.0, slice_s=1e-6)
+    assert {"optimizer.adamw.fused.parameters_per_s", "context_bytes"} <= set(found)
+    assert "host_copy.pageable.to_host.bytes_per_s" in found
+    assert all(value > 0 and name.endswith(("_bytes", "_per_s")) for name, value in found.items())
+    profile = measure_device("cpu", budget_s=0.3, with_links=False)
+    assert profile.measurements["context_bytes"] > 2**20
+    assert profile.origin_by_field["measurements.context_bytes"] == "extras"
+
+
+def test_tables_of_classes_price_the_ops_of_a_model() -> None:
+    cluster = Cluster.parse("1:cpu")
+    rows = tuple((count, width, 1e3) for count in (4, 4096) for width in (8, 4096))
+    tables = tuple(
+        OpClassTable(op_class="softmax", dtype="float32", direction=way, origin="x", rows=rows)
+        for way in ATTENTION_DIRECTIONS
+    )
+    device = replace(
+        cluster.device, op_classes=tables,
+        origins={**cluster.device.origins, "x": Origin(kind="measured", text="made up")},
+    )  # fmt: skip
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Softmax(-1))
+    traced = trace(model, torch.randn(8, 16), lambda out: out.square().mean())
+    (op,) = (op for b in traced.blocks for op in b.ops if op.target.startswith("aten.softmax"))
+    tally = Tally()
+    found = Timer(replace(cluster, device=device), 1, tally).traced_time(op, op.options[0])
+    assert found.forward_s == pytest.approx(8 * 16 / 1e3)
+    assert found.backward_s == pytest.approx(8 * 16 / 1e3)
+    assert tally.counts["interpolated"] == 2

@@ -1,0 +1,226 @@
+"""A plan as flags or a config of other frameworks, with what they cannot express.
+
+Option names are those of torchtitan's TOML config, Megatron-LM's command line, DeepSpeed's JSON
+config and Hugging Face Accelerate's YAML config. None of these has been run by us.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from autoplan.plan import Plan
+
+__all__ = ["FORMATS", "FrameworkConfig", "framework_config"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameworkConfig:
+    """Text in a framework's own form.
+
+    Attributes:
+        text: flags or config.
+        missing: decisions of the plan that it does not reproduce.
+    """
+
+    text: str
+    missing: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"# not expressed: {line}" for line in self.missing]
+        return "\n".join([*lines, self.text.rstrip()]) + "\n"
+
+
+def framework_config(plan: Plan, name: str) -> FrameworkConfig:
+    """Return a plan in the form of a framework.
+
+    Raises:
+        ValueError: an unknown framework; says which there are.
+    """
+    if name not in FORMATS:
+        raise ValueError(f"format {name!r}: allowed are {', '.join(FORMATS)}")
+    return FORMATS[name](plan)
+
+
+def _recompute_mode(plan: Plan) -> str:
+    """Return none, full, selective, or mixed, of the blocks that are modules."""
+    blocks = [b for stage in plan.stages for b in stage.blocks if b.fqn]
+    modes = {plan.recompute[b.recompute].mode for b in blocks}
+    return modes.pop() if len(modes) == 1 else "mixed" if modes else "none"
+
+
+def _marks(plan: Plan) -> tuple[str, ...]:
+    mode = _recompute_mode(plan)
+    if mode == "selective":
+        kept = sorted({name for r in plan.recompute.values() for name in r.keep})
+        return (f"which results are kept in recomputed blocks: {', '.join(kept)}",)
+    if mode == "mixed":
+        counts = Counter(
+            plan.recompute[b.recompute].mode for s in plan.stages for b in s.blocks if b.fqn
+        )
+        text = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+        return (f"recompute differs by block ({text}); the config recomputes all of them",)
+    return ()
+
+
+def _layouts(plan: Plan) -> tuple[str, ...]:
+    if plan.mesh.tp == 1:
+        return ()
+    return ("the tensor-parallel placements of this plan: the framework has its own",)
+
+
+def _layers(plan: Plan) -> list[int]:
+    """Return the number of blocks that are modules, by stage."""
+    return [sum(bool(b.fqn) for b in stage.blocks) for stage in plan.stages]
+
+
+def _torchtitan(plan: Plan) -> FrameworkConfig:
+    mesh, mode = plan.mesh, _recompute_mode(plan)
+    is_sharded = plan.zero_stage >= 1
+    reshard = "always" if plan.zero_stage == 3 else "never"
+    missing = [*_marks(plan), *_layouts(plan)]
+    if plan.zero_stage in (1, 2):
+        missing.append(f"ZeRO-{plan.zero_stage} exactly: FSDP2 without resharding after forward")
+    lines = [
+        "[training]",
+        f"local_batch_size = {plan.num_microbatches * plan.microbatch_size}",
+        f"global_batch_size = {plan.global_batch_size}",
+        "",
+        "[parallelism]",
+        f"data_parallel_replicate_degree = {1 if is_sharded else mesh.dp}",
+        f"data_parallel_shard_degree = {mesh.dp if is_sharded else 1}",
+        f'fsdp_reshard_after_forward = "{reshard}"',
+        f"tensor_parallel_degree = {mesh.tp}",
+        f"pipeline_parallel_degree = {mesh.pp}",
+    ]
+    if mesh.pp > 1:
+        schedule = {"1f1b": "1F1B", "gpipe": "GPipe"}.get(plan.schedule, plan.schedule)
+        parts = [[b.fqn for b in stage.blocks if b.fqn] for stage in plan.stages]
+        lines += [
+            f'pipeline_parallel_schedule = "{schedule}"',
+            f"pipeline_parallel_microbatch_size = {plan.microbatch_size}",
+            f"module_fqns_per_model_part = {json.dumps(parts)}",
+        ]
+        missing.append("embeddings and head in module_fqns_per_model_part: add them by hand")
+    elif plan.num_microbatches > 1:
+        size = plan.microbatch_size
+        lines[1] = f"local_batch_size = {size}  # accumulated up to global_batch_size"
+    checkpointing = {"none": "none", "full": "full", "mixed": "full"}.get(mode, "selective")
+    lines += ["", "[activation_checkpoint]", f'mode = "{checkpointing}"']
+    return FrameworkConfig(text="\n".join(lines), missing=tuple(missing))
+
+
+def _megatron(plan: Plan) -> FrameworkConfig:
+    mesh, mode = plan.mesh, _recompute_mode(plan)
+    flags = [
+        f"--tensor-model-parallel-size {mesh.tp}",
+        f"--pipeline-model-parallel-size {mesh.pp}",
+        f"--micro-batch-size {plan.microbatch_size}",
+        f"--global-batch-size {plan.global_batch_size}",
+    ]
+    missing = [*_marks(plan), *_layouts(plan)]
+    if plan.zero_stage in (1, 2):
+        flags.append("--use-distributed-optimizer")
+        if plan.zero_stage == 2:
+            missing.append("ZeRO-2: the distributed optimizer shards the optimizer's state only")
+    elif plan.zero_stage == 3:
+        flags.append("--use-torch-fsdp2")
+        if mesh.pp > 1:
+            missing.append("ZeRO-3 beside a pipeline")
+    if mode in ("full", "mixed"):
+        flags += [
+            "--recompute-granularity full",
+            "--recompute-method uniform",
+            "--recompute-num-layers 1",
+        ]
+    elif mode == "selective":
+        flags.append("--recompute-granularity selective")
+    layers = _layers(plan)
+    if len(set(layers)) > 1:
+        flags += [
+            f"--decoder-first-pipeline-num-layers {layers[0]}",
+            f"--decoder-last-pipeline-num-layers {layers[-1]}",
+        ]
+        if len(set(layers[1:-1])) > 1:
+            missing.append(f"unequal stages in the middle: {layers} layers")
+    if plan.schedule == "gpipe":
+        missing.append("schedule gpipe: Megatron runs 1F1B")
+    if plan.mixed_precision == "bfloat16":
+        flags.append("--bf16")
+    return FrameworkConfig(text=" \\\n".join(flags), missing=tuple(missing))
+
+
+def _deepspeed(plan: Plan) -> FrameworkConfig:
+    mesh = plan.mesh
+    config: dict[str, Any] = {
+        "train_batch_size": plan.global_batch_size,
+        "train_micro_batch_size_per_gpu": plan.microbatch_size,
+        "gradient_accumulation_steps": plan.num_microbatches,
+        "zero_optimization": {"stage": plan.zero_stage},
+        "bf16": {"enabled": plan.mixed_precision == "bfloat16"},
+    }
+    missing = [*_marks(plan), *_layouts(plan)]
+    if mesh.tp > 1:
+        config["tensor_parallel"] = {"autotp_size": mesh.tp}
+    if mesh.pp > 1:
+        missing.append(
+            f"pp={mesh.pp}: write the model as a PipelineModule(num_stages={mesh.pp}) with "
+            f"{_layers(plan)} layers a stage; its schedule is 1F1B"
+        )
+        if plan.zero_stage > 1:
+            missing.append(f"ZeRO-{plan.zero_stage} beside a pipeline: its engine allows ZeRO-1")
+    if _recompute_mode(plan) != "none":
+        missing.append("recompute: call deepspeed.checkpointing.checkpoint in the model")
+    text = json.dumps(config, indent=2)
+    return FrameworkConfig(text=text, missing=tuple(missing))
+
+
+def _accelerate(plan: Plan) -> FrameworkConfig:
+    mesh = plan.mesh
+    is_sharded = plan.zero_stage >= 1
+    config: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP" if is_sharded else "MULTI_GPU",
+        "num_processes": mesh.world_size,
+        "mixed_precision": "bf16" if plan.mixed_precision == "bfloat16" else "no",
+    }
+    missing = [*_marks(plan), *_layouts(plan)]
+    if is_sharded:
+        config["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": plan.zero_stage == 3,
+            "fsdp_activation_checkpointing": _recompute_mode(plan) != "none",
+        }
+        if plan.zero_stage in (1, 2):
+            missing.append(f"ZeRO-{plan.zero_stage} exactly: FSDP2 that keeps parameters gathered")
+    elif _recompute_mode(plan) != "none":
+        missing.append("recompute without FSDP: call model.gradient_checkpointing_enable()")
+    if mesh.tp > 1:
+        config["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": 1 if is_sharded else mesh.dp,
+            "parallelism_config_dp_shard_size": mesh.dp if is_sharded else 1,
+            "parallelism_config_tp_size": mesh.tp,
+        }
+    if mesh.pp > 1:
+        missing.append(f"pp={mesh.pp}: Accelerate trains without a pipeline")
+    if plan.num_microbatches > 1:
+        missing.append(
+            f"{plan.num_microbatches} micro-batches of {plan.microbatch_size}: pass "
+            f"Accelerator(gradient_accumulation_steps={plan.num_microbatches})"
+        )
+    text = yaml.safe_dump(config, sort_keys=False)
+    return FrameworkConfig(text=text, missing=tuple(missing))
+
+
+FORMATS: dict[str, Callable[[Plan], FrameworkConfig]] = {
+    "torchtitan": _torchtitan,
+    "megatron": _megatron,
+    "deepspeed": _deepspeed,
+    "accelerate": _accelerate,
+}

@@ -1,0 +1,295 @@
+"""What a written training script runs: stages as plain data, built over the user's model.
+
+`autoplan.script_writer` copies this and what it needs into the script; nothing here plans or
+captures.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autoplan.calls import BoundCall, install
+from autoplan.entries import Entry
+from autoplan.graph import Placement
+from autoplan.microbatches import pipeline_runner
+from autoplan.program import TensorMeta
+from autoplan.recompute import KeepPlan
+from autoplan.runtime import BatchSplitter, ParallelModule, Tie
+from autoplan.sharders import shard
+from autoplan.stages import RootContents, StageRoot, build_root, find_state
+from autoplan.step_buffers import StepBuffers
+from autoplan.step_means import Denominator, StepMeans, StepValue
+from autoplan.tensor_parallel import distribute, slice_whole
+
+__all__ = ["CallSpec", "Degrees", "ScriptPlan", "StageSpec", "build_stage", "make_mesh"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Degrees:
+    """Degrees of data, tensor and pipeline parallelism."""
+
+    dp: int
+    tp: int
+    pp: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptPlan:
+    """The decisions that hold for all stages.
+
+    Attributes:
+        mesh, zero_stage, schedule, num_microbatches, microbatch_size, mixed_precision: as planned.
+        autocast: dtype of the autocast around the step, or None.
+        input_keys: paths of the tensors of a batch.
+        batch_dims: their batch dimensions.
+        aliases: name of each parameter -> first name of the same one.
+        stored: placement over tp of each parameter that is not whole, by first name.
+        shared: parameters with copies on several stages, and these.
+    """
+
+    mesh: Degrees
+    zero_stage: int
+    schedule: Literal["none", "gpipe", "1f1b"]
+    num_microbatches: int
+    microbatch_size: int
+    mixed_precision: str
+    autocast: torch.dtype | None
+    input_keys: tuple[str, ...]
+    batch_dims: tuple[int | None, ...]
+    aliases: Mapping[str, str]
+    stored: Mapping[str, str]
+    shared: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSpec:
+    """One call of a block.
+
+    Attributes:
+        fqn: of its module; empty for what stands between blocks.
+        run: `run(states, [region,] *inputs)`.
+        states: FQNs of the states.
+        slices: per state, the placement in which it is read if it is stored whole; else empty.
+        mode, keep, cloned, changed: what is recomputed; see `BoundCall`.
+    """
+
+    fqn: str
+    run: Callable[..., Any]
+    states: tuple[str, ...]
+    slices: tuple[str, ...] = ()
+    mode: Literal["none", "full", "selective"] = "none"
+    keep: KeepPlan | None = None
+    cloned: tuple[int, ...] = ()
+    changed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpec:
+    """One pipeline stage.
+
+    Attributes:
+        run: `run(call, side, *activations, *batch) -> outputs`.
+        calls: by index.
+        contents: what of the model it holds.
+        side: buffers that masks and positions are made from.
+        constants: tensors likewise.
+        batch: positions of the tensors of a batch that it reads.
+        inputs, outputs: what crosses its borders.
+        computes_loss: whether it is the last stage.
+        changed: buffers that its forward changes.
+        denominators: of means over the step, with `read(side, *batch)` and their values.
+    """
+
+    run: Callable[..., Any]
+    calls: Mapping[int, CallSpec]
+    contents: RootContents
+    side: tuple[str, ...] = ()
+    constants: tuple[torch.Tensor, ...] = ()
+    batch: tuple[int, ...] = ()
+    inputs: tuple[TensorMeta, ...] = ()
+    outputs: tuple[TensorMeta, ...] = ()
+    computes_loss: bool = False
+    changed: tuple[str, ...] = ()
+    denominators: tuple[Denominator, ...] = ()
+    read: Callable[..., Any] | None = None
+    values: Mapping[tuple[int, str], StepValue] = field(default_factory=dict)
+
+
+def make_mesh(plan: ScriptPlan, device: torch.device) -> DeviceMesh:
+    """Return the mesh (pp, dp, tp) of all processes.
+
+    Raises:
+        ValueError: another number of processes runs.
+    """
+    sizes = (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp)
+    need = sizes[0] * sizes[1] * sizes[2]
+    if dist.get_world_size() != need:
+        raise ValueError(
+            f"{dist.get_world_size()} processes run, the plan is for {need}: start this script "
+            f"with torchrun --nproc-per-node {need}, or that many over all nodes"
+        )
+    return init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
+
+
+def build_stage(
+    plan: ScriptPlan,
+    stages: Sequence[StageSpec],
+    model: nn.Module,
+    mesh: DeviceMesh,
+    device: torch.device,
+) -> ParallelModule:
+    """Return this rank's stage of `model`, which is taken over."""
+    index = mesh.get_local_rank("pp")
+    stage = stages[index]
+    ties = make_ties(plan, model, mesh)
+    root = build_root(model, stage.contents, device)
+    group = mesh.get_group("dp")
+    means = StepMeans(stage.denominators, _side_reader(stage, root), group, stage.values)
+    stored = {name: Placement.parse(text) for name, text in plan.stored.items()}
+    if plan.mesh.tp > 1:
+        distribute(root, stored, plan.aliases, mesh["tp"])
+    buffers = StepBuffers.of(root, stage.changed, group)
+    _set_function(plan, stage, root, buffers, mesh)
+    is_mixed = plan.mixed_precision == "bfloat16"
+    sharder = shard(
+        root,
+        [root.get_submodule(fqn) for fqn in stage.contents.modules],
+        zero_stage=plan.zero_stage,
+        mesh=mesh["dp"],
+        is_mixed=is_mixed,
+        is_pipeline=plan.mesh.pp > 1,
+    )
+    holder: list[ParallelModule] = []
+    run_step: Callable[[int], list[torch.Tensor]]
+    if plan.mesh.pp == 1:
+        run_step = lambda count: holder[0].run_microbatches(count)  # noqa: E731
+    else:
+        run_step = pipeline_runner(
+            root,
+            index=index,
+            num_stages=len(stages),
+            schedule=plan.schedule,
+            num_microbatches=plan.num_microbatches,
+            inputs=stage.inputs,
+            outputs=stage.outputs,
+            is_hidden=plan.zero_stage >= 2 and (plan.mesh.dp > 1 or is_mixed),
+            device=device,
+            group=mesh.get_group("pp"),
+        )
+    splitter = BatchSplitter(
+        keys=plan.input_keys,
+        batch_dims=plan.batch_dims,
+        wanted=stage.batch,
+        rows=plan.microbatch_size,
+        num_microbatches=plan.num_microbatches,
+        dp=plan.mesh.dp,
+        dp_rank=mesh.get_local_rank("dp"),
+        device=device,
+    )
+    module = ParallelModule(
+        plan=plan,
+        root=root,
+        mesh=mesh,
+        sharder=sharder,
+        splitter=splitter,
+        ties=ties,
+        buffers=buffers,
+        means=means,
+        aliases=plan.aliases,
+        run_step=run_step,
+        sources=(),
+        computes_loss=stage.computes_loss,
+    )
+    holder.append(module)
+    return module
+
+
+def _side_reader(
+    stage: StageSpec, root: StageRoot
+) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
+    holders = [find_state(root, fqn) for fqn in stage.side]
+
+    def read(batch: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        assert stage.read is not None, "denominators have a reader"
+        side = (*(holder[key] for holder, key in holders), *stage.constants)
+        values: Sequence[torch.Tensor] = stage.read(side, *batch)
+        return values
+
+    return read
+
+
+def _set_function(
+    plan: ScriptPlan, stage: StageSpec, root: StageRoot, buffers: StepBuffers, mesh: DeviceMesh
+) -> None:
+    """Bind the calls of a stage to its modules, and give the root what it runs."""
+    calls = {i: _bind(spec, root, mesh, plan.autocast) for i, spec in stage.calls.items()}
+    modules: dict[int, nn.Module] = {}
+    for i, spec in stage.calls.items():
+        if spec.fqn:
+            modules[i] = root.get_submodule(spec.fqn)
+            install(modules[i], i, calls[i])
+    holders = [find_state(root, fqn) for fqn in stage.side]
+
+    def call(index: int, *inputs: Any) -> Any:
+        module = modules.get(index)
+        return calls[index](*inputs) if module is None else module(index, *inputs)
+
+    def run(
+        activations: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        side = (*(holder[key] for holder, key in holders), *stage.constants)
+        entered = [Entry.apply(x) for x in activations]  # type: ignore[no-untyped-call]
+        buffers.enter()
+        outputs = stage.run(call, side, *entered, *batch)
+        buffers.leave()
+        if stage.computes_loss:
+            return (outputs[0].reshape(1) / plan.num_microbatches,)
+        pairs = zip(outputs, stage.outputs, strict=True)
+        return tuple(x.to(meta.dtype).contiguous() for x, meta in pairs)
+
+    root.set_function(run)
+
+
+def _bind(
+    spec: CallSpec, root: StageRoot, mesh: DeviceMesh, autocast: torch.dtype | None
+) -> BoundCall:
+    rank, degree = mesh.get_local_rank("tp"), mesh["tp"].size()
+    localise = [
+        functools.partial(slice_whole, placement=Placement.parse(text), rank=rank, degree=degree)
+        if text
+        else None
+        for text in spec.slices or ("",) * len(spec.states)
+    ]
+    return BoundCall(
+        spec.run,
+        [find_state(root, fqn) for fqn in spec.states],
+        localise,
+        mode=spec.mode,
+        keep=spec.keep,
+        cloned=spec.cloned,
+        changed=spec.changed,
+        autocast=autocast,
+        device_type=mesh.device_type,
+    )
+
+
+def make_ties(plan: ScriptPlan, model: nn.Module, mesh: DeviceMesh) -> tuple[Tie, ...]:
+    """Return the parameters of this stage that other stages have too; makes their groups."""
+    own = mesh.get_local_rank("pp")
+    width = plan.mesh.dp * plan.mesh.tp
+    ties = []
+    for name, on in plan.shared:
+        for offset in range(width):
+            group = dist.new_group([stage * width + offset for stage in on])
+            if own in on and dist.get_rank() % width == offset:
+                assert isinstance(group, dist.ProcessGroup), "this rank is in the group"
+                ties.append(Tie(fqn=name, group=group, is_counted=own == min(on)))
+    return tuple(ties)

@@ -1,0 +1,146 @@
+"""Equations of a step: data-parallel communication, its overlap, the optimizer, the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoplan.cluster import Cluster
+from autoplan.memory import GroupBytes
+from autoplan.settings import Setting, Workload
+
+__all__ = [
+    "INTERFERENCE",
+    "DataParallelTimes",
+    "copy_bytes",
+    "data_parallel_times",
+    "exposed_s",
+    "optimizer_bytes",
+    "pipeline_step_s",
+    "transfer_s",
+]
+
+# Kernels and collectives that run at once each take longer by this factor.
+# Source: Hetu-Galvatron, hardware_configs/overlap_coefficient.json (1.1256), GPU not stated.
+INTERFERENCE = 1.1256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataParallelTimes:
+    """Seconds of data-parallel collectives of a group of parameters.
+
+    Attributes:
+        gather_s: of parameters, per micro-batch.
+        reduce_s: of gradients, per micro-batch.
+        once_gather_s, once_reduce_s: once a step.
+    """
+
+    gather_s: float = 0.0
+    reduce_s: float = 0.0
+    once_gather_s: float = 0.0
+    once_reduce_s: float = 0.0
+
+
+def data_parallel_times(
+    group: GroupBytes, setting: Setting, workload: Workload, cluster: Cluster
+) -> DataParallelTimes:
+    """Return the seconds of gathers and reductions.
+
+    Stage 3 gathers (twice) and reduce-scatters for every micro-batch, stage 2 gathers once a step
+    and reduce-scatters for every micro-batch, stage 1 does both once a step; stage 0 all-reduces
+    once a step (Rajbhandari et al. 2020, section 7; docs/design/memory-of-fsdp.md). Gradients are
+    reduced in float32 under mixed precision unless the engine says otherwise.
+    """
+    if setting.dp == 1 or group.gathered == 0:
+        return DataParallelTimes()
+    link = cluster.link_for(setting.dp, setting.tp)
+    reduced = group.trained if workload.engine.is_gradient_wide else group.gathered_grads
+    if setting.zero_stage == 0:
+        return DataParallelTimes(
+            once_reduce_s=link.collective_time_s("all_reduce", reduced, setting.dp)
+        )
+    gather_s = link.collective_time_s("all_gather", group.gathered, setting.dp)
+    reduce_s = link.collective_time_s("reduce_scatter", reduced, setting.dp)
+    if setting.zero_stage == 1:
+        return DataParallelTimes(once_gather_s=gather_s, once_reduce_s=reduce_s)
+    if setting.zero_stage == 2:
+        return DataParallelTimes(once_gather_s=gather_s, reduce_s=reduce_s)
+    return DataParallelTimes(gather_s=gather_s, reduce_s=reduce_s)
+
+
+def copy_bytes(group: GroupBytes, setting: Setting, workload: Workload) -> tuple[float, float]:
+    """Return bytes that copies around collectives read and write: per gather, per reduction.
+
+    These kernels take the device from the computation; see `Engine` for which software has them.
+    """
+    if setting.dp == 1 or setting.zero_stage == 0 or group.gathered == 0:
+        return 0.0, 0.0
+    engine = workload.engine
+    reduced = group.trained if engine.is_gradient_wide else group.gathered_grads
+    gather = 2 * group.gathered * engine.copies_gathered
+    reduce = (group.gathered_grads + reduced) * engine.copies_reduced
+    if not engine.copies_gathered and reduced == group.gathered_grads:
+        reduce = 0  # nothing to cast, and a flat gradient needs no copy
+    return float(gather), float(reduce + 2 * reduced * engine.divides_reduced)
+
+
+def exposed_s(communication_s: float, compute_s: float) -> float:
+    """Return by how much communication beside compute makes the compute longer.
+
+    Both slow down by `INTERFERENCE` while they run at once; what is left of the longer one runs
+    alone (Miao et al. 2022, Galvatron, section 4.1).
+    """
+    if communication_s == 0.0:
+        return 0.0
+    shared_s = INTERFERENCE * min(communication_s, compute_s)
+    alone_s = max(communication_s, compute_s) - min(communication_s, compute_s)
+    return shared_s + alone_s - compute_s
+
+
+def optimizer_bytes(group: GroupBytes, setting: Setting, workload: Workload) -> float:
+    """Return bytes read and written by a rank's share of an optimizer step.
+
+    With a gradient buffer, mixed precision also writes parameters in the dtype of the computation,
+    and gradients are read once more for their norm (Megatron-LM, `clip_grads.py`).
+    """
+    shards = setting.dp if setting.zero_stage >= 1 else 1
+    traffic = group.trained * workload.optimizer.traffic_bytes_per_byte
+    if workload.engine.has_gradient_buffer:
+        grads = group.trained if workload.engine.is_gradient_wide else group.gathered_grads
+        traffic += group.gathered_grads + grads
+    return traffic / shards
+
+
+def transfer_s(
+    nbytes: int, setting: Setting, workload: Workload, cluster: Cluster, *, is_sliced: bool = False
+) -> float:
+    """Return the seconds of sending one micro-batch's activations over a cut, one way.
+
+    Args:
+        nbytes: of the whole activation.
+        setting: degrees.
+        workload: its engine may send a slice per tensor-parallel rank and gather it on the other
+            side (Narayanan et al. 2021, section 4.1).
+        cluster: the devices.
+        is_sliced: each rank holds a slice only (sequence parallelism).
+    """
+    link = cluster.link_for(2, setting.dp * setting.tp)
+    if not is_sliced and not workload.engine.sends_slices:
+        return link.collective_time_s("send", nbytes, 2)
+    seconds = link.collective_time_s("send", -(-nbytes // setting.tp), 2)
+    if not is_sliced and setting.tp > 1:
+        seconds += cluster.link_for(setting.tp, 1).collective_time_s(
+            "all_gather", nbytes, setting.tp
+        )
+    return seconds
+
+
+def pipeline_step_s(stage_s: Sequence[float], setting: Setting) -> float:
+    """Return the seconds of all forwards and backwards of a step.
+
+    m micro-batches at the pace of the slowest stage, and once through the others; with v virtual
+    stages only a v-th of that is waited for (Narayanan et al. 2021, section 2.2).
+    """
+    slowest = max(stage_s)
+    others = sum(stage_s) - slowest
+    return setting.num_microbatches * slowest + others / setting.virtual_stages

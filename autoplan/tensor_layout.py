@@ -1,0 +1,91 @@
+"""The tensor-parallel layout of Megatron-LM, chosen by rule instead of by search.
+
+Shoeybi et al. 2019, section 3: the first product of a pair is split by its outputs, the second by
+its inputs, so that one all_reduce forward and one backward are left. With sequence parallelism
+(Korthikanti et al. 2022, section 4.2.2) what lies between is sliced along the tokens, and each
+all_reduce becomes a reduce_scatter and an all_gather.
+"""
+
+from __future__ import annotations
+
+from autoplan.graph import BlockTrace, OpTrace, ShardOption, ValueTrace
+
+__all__ = ["SEQUENCE", "boundary_of", "leaving_placement", "megatron_axes"]
+
+SEQUENCE = "S(1)"  # (batch, tokens, features)
+
+
+def boundary_of(value: ValueTrace, degree: int, is_sequence_parallel: bool) -> str:
+    """Return the placement of a value that enters a block."""
+    if not (value.is_activation and value.needs_grad):
+        return "R"
+    return leaving_placement(value.shape, degree, is_sequence_parallel)
+
+
+def leaving_placement(shape: tuple[int, ...], degree: int, is_sequence_parallel: bool) -> str:
+    """Return the placement of an activation of that shape at a border of blocks."""
+    is_tokens = len(shape) == 3 and shape[1] % degree == 0
+    return SEQUENCE if is_sequence_parallel and is_tokens else "R"
+
+
+def megatron_axes(
+    block: BlockTrace, degree: int, *, is_sequence_parallel: bool = False
+) -> dict[str, str]:
+    """Return an axis per op that is not whole, for `localize`.
+
+    Args:
+        block: the class.
+        degree: tensor-parallel degree, above 1.
+        is_sequence_parallel: activations outside products and attention are slices of tokens.
+    """
+    states = {state.name for state in block.states if state.is_parameter}
+    where = {v.name: boundary_of(v, degree, is_sequence_parallel) for v in block.inputs}
+    axes: dict[str, str] = {}
+    for op in block.ops:
+        legal = [o for o in op.options if o.size == 1 or o.size % degree == 0]
+        chosen = _chosen(op, legal, where, states, is_sequence_parallel)
+        where[op.name] = "R" if chosen is None else chosen.output
+        if chosen is not None:
+            axes[op.name] = chosen.axis
+    return axes
+
+
+def _chosen(
+    op: OpTrace,
+    legal: list[ShardOption],
+    where: dict[str, str],
+    states: set[str],
+    is_sequence_parallel: bool,
+) -> ShardOption | None:
+    """Return the option of an op; None: whole."""
+    sliced = [o for o in legal if o.axis != "whole"]
+    is_weighted = op.kind == "gemm" and any(name in states for name in op.inputs)
+    if is_weighted:
+        return _product(op, sliced, where)
+    if op.target == "aten.embedding.default":
+        return next((o for o in sliced if o.axis == "vocabulary"), None)
+    now = [where[name] for name in op.inputs if name in where]
+    for option in sliced:
+        if _activations(op, option, where) == now and any(p != "R" for p in now):
+            return option
+    if is_sequence_parallel and any(p in ("P", SEQUENCE) for p in now):
+        wanted = [
+            o
+            for o in sliced
+            if o.output == SEQUENCE and set(_activations(op, o, where)) <= {SEQUENCE, "R", "S(0)"}
+        ]
+        return wanted[0] if wanted else None
+    return None
+
+
+def _product(op: OpTrace, sliced: list[ShardOption], where: dict[str, str]) -> ShardOption | None:
+    """Return the row-parallel option where the input lies in its slices, else the column one."""
+    now = [where[name] for name in op.inputs if name in where]
+    for option in sliced:
+        if option.gemm_dim == "k" and _activations(op, option, where) == now:
+            return option
+    return next((o for o in sliced if o.gemm_dim == "n"), None)
+
+
+def _activations(op: OpTrace, option: ShardOption, where: dict[str, str]) -> list[str]:
+    return [p for name, p in zip(op.inputs, option.inputs, strict=True) if name in where]

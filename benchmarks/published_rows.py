@@ -1,0 +1,390 @@
+"""What a row of published measurements says, as configurations that can be priced.
+
+A row becomes one configuration, or several where it leaves something open, or none: then the reason
+is said. Columns: see the README of the measurements.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from autoplan.cluster import Cluster
+from autoplan.graph import BlockTrace
+from autoplan.plan import Recompute
+from autoplan.profiles.catalog import load_profile
+from autoplan.profiles.device import DeviceProfile
+from benchmarks.published_models import Shape
+
+__all__ = ["Configuration", "Skipped", "configurations", "measured_bytes", "measured_time_s"]
+
+GIB = 2**30
+
+PROFILES = {
+    "A100-SXM4-80": "a100_sxm_80gb",
+    "A800-SXM4-80": "a100_sxm_80gb",
+    "A100-80": "a100_sxm_80gb",
+    "A800-80": "a100_sxm_80gb",
+    "A100-SXM4-40": "a100_sxm_40gb",
+    "A100-40": "a100_sxm_40gb",
+    "A100-PCIe-80": "a100_pcie_80gb",
+    "A100-PCIe-40": "a100_pcie_40gb",
+    "H100-SXM5-80": "h100_sxm_80gb",
+    "H100-SXM": "h100_sxm_80gb",
+    "H100-80": "h100_sxm_80gb",
+    "H100-PCIe-80": "h100_pcie",
+    "H100-SXM-96-HBM2e-500W": "h100_sxm_96gb_500w",
+    "H100-SXM-95-HBM2e": "h100_sxm_96gb_500w",
+    "H200-SXM-141": "h200_sxm",
+    "H200-SXM": "h200_sxm",
+    "B200": "b200_sxm",
+    "B200-SXM": "b200_sxm",
+    "V100-SXM2-32": "v100_sxm_32gb",
+    "V100-SXM3-32": "v100_sxm_32gb",
+    "V100-32": "v100_sxm_32gb",
+    "V100-SXM2-16": "v100_sxm_32gb",
+    "L40S": "l40s",
+    "A10-24": "a10",
+    "RTX 4090": "rtx_4090",
+    "RTX 4090-24": "rtx_4090",
+}
+
+# Words that a framework's text may hold, and the family of kernels that it runs.
+_MEGATRON = ("megatron", "gpt-neox", "libai")
+_FOUNDRY = ("llm-foundry",)
+_LLAMA = ("llama", "qwen", "mistral", "mixtral", "internlm", "deepseek", "vicuna", "yi-")
+_BILLION = 1e9
+
+
+class Skipped(Exception):
+    """A row that cannot be priced; the text is the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """One way to read a row.
+
+    Attributes:
+        shape: of the model.
+        cluster: the devices.
+        global_batch: rows of a step; None: the row gives none, one micro-batch per rank is taken
+            and no time can be compared.
+        options: further arguments of `estimate`.
+        assumed: what the row left open, and the value taken here.
+    """
+
+    shape: Shape
+    cluster: Cluster
+    global_batch: int
+    options: Mapping[str, Any]
+    assumed: Mapping[str, Any]
+
+
+def _number(row: Mapping[str, str], key: str) -> int | None:
+    text = (row.get(key) or "").strip()
+    return round(float(text)) if text else None
+
+
+def _need(row: Mapping[str, str], key: str) -> int:
+    value = _number(row, key)
+    if value is None:
+        raise Skipped(f"{key} is not given")
+    return value
+
+
+def measured_time_s(row: Mapping[str, str]) -> float | None:
+    """Return seconds of an iteration: printed, or from tokens per second."""
+    if row.get("iter_time_s"):
+        return float(row["iter_time_s"])
+    keys = ("tokens_per_s_per_gpu", "gpus", "global_batch", "seq")
+    if all(row.get(key) for key in keys):
+        rate, gpus, batch, seq = (float(row[key]) for key in keys)
+        return batch * seq / (rate * gpus)
+    return None
+
+
+def measured_bytes(row: Mapping[str, str]) -> tuple[float, str] | None:
+    """Return peak bytes and what they count: `allocated`, `reserved` or `device`.
+
+    The printed number is in GiB unless its kind says GB (decimal) or MB. Raises `Skipped` where the
+    kind does not say what was counted.
+    """
+    if not row.get("peak_mem_gib"):
+        return None
+    kind = row.get("mem_kind", "").lower()
+    value = float(row["peak_mem_gib"])
+    unit = _BILLION if re.search(r"\bgb\b", kind) else GIB
+    if "nvidia-smi" in kind:
+        return value * unit, "device"
+    if "reserved" in kind:
+        return value * unit, "reserved"
+    if "alloc" in kind:
+        return value * unit, "allocated"
+    return None
+
+
+def configurations(row: Mapping[str, str]) -> list[Configuration]:
+    """Return the ways to read a row, at least one.
+
+    Raises:
+        Skipped: the row lacks what cannot be left open, or holds what `estimate` does not price.
+    """
+    _check_priced(row)
+    shape = _shape(row)
+    cluster = _cluster(row)
+    degrees = _degrees(row, cluster.world_size)
+    found = []
+    for choice in _choices(row, degrees):
+        options = _options(row, degrees, choice)
+        microbatch = _need(row, "micro_batch")
+        batch = _number(row, "global_batch")
+        if batch is None:
+            accumulated = _number(row, "grad_accum") or max(1, degrees["pp"])
+            batch = microbatch * degrees["dp"] * accumulated
+        options["microbatch_size"] = microbatch
+        fitted = replace(shape, vocab=_padded(shape.vocab, row, degrees["tp"]))
+        found.append(
+            Configuration(
+                shape=fitted, cluster=cluster, global_batch=batch, options=options, assumed=choice
+            )
+        )
+    return found
+
+
+def _check_priced(row: Mapping[str, str]) -> None:
+    for key, word in (("cp", "context parallelism"), ("ep", "expert parallelism")):
+        if (_number(row, key) or 1) > 1:
+            raise Skipped(f"{word} is not priced")
+    if (_number(row, "num_experts") or 0) > 1 or "moe" in row.get("model", "").lower():
+        raise Skipped("experts are not built from a row")
+    text = " ".join(
+        (row.get(k) or "").lower() for k in ("model", "framework", "sharding", "notes", "args")
+    )
+    reasons = {
+        r"\b(lora|qlora|adapter)\b": "low-rank fine-tuning is not built from a row",
+        r"offload": "offload is not priced",
+        r"async_tp": "overlap of tensor-parallel communication is not priced",
+        r"tp-comm-overlap": "overlap of tensor-parallel communication is not priced",
+        r"\bbert|\bt5\b|llava|clip": "only decoders are built from a row",
+        r"8-bit|bitsandbytes|paged": "8-bit optimizers are not priced",
+        r"rowwise": "float8 scaled by rows has no measured speed",
+        r"mamba|hybrid-": "only attention blocks are built from a row",
+    }
+    optimizer = (row.get("optimizer") or "").lower()
+    for pattern, reason in reasons.items():
+        if re.search(pattern, text) or re.search(pattern, optimizer):
+            raise Skipped(reason)
+    if "muon" in optimizer:
+        raise Skipped("optimizer muon is not priced")
+
+
+def _family(row: Mapping[str, str]) -> str:
+    text = row.get("framework", "").lower()
+    if any(word in text for word in _MEGATRON):
+        return "megatron"
+    return "foundry" if any(word in text for word in _FOUNDRY) else "torch"
+
+
+def _shape(row: Mapping[str, str]) -> Shape:
+    family = _family(row)
+    args = row.get("args") or ""
+    notes = (row.get("notes") or "").lower()
+    hidden, heads = _need(row, "hidden"), _need(row, "heads")
+    is_llama = any(word in row.get("model", "").lower() for word in _LLAMA)
+    is_gated = is_llama or row.get("swiglu") == "true" or " swiglu" in args
+    is_rotary = is_llama or "position-embedding-type=rope" in args
+    attention = (row.get("attention") or "").lower()
+    is_unfused = "unfused" in attention or attention == "local"
+    if not attention and family == "megatron" and re.search(r"202[01]", row.get("framework", "")):
+        is_unfused = True
+    has_dropout = family == "megatron" and not is_llama and "dropout 0" not in notes
+    has_dropout = has_dropout and "hidden-dropout=0.0" not in args
+    default_ffn = hidden * 4 if not is_gated else None
+    ffn = _number(row, "ffn") or default_ffn
+    if ffn is None:
+        raise Skipped("ffn is not given")
+    is_tied = not is_llama
+    if row.get("untied"):
+        is_tied = row["untied"] != "true"
+    return Shape(
+        layers=_need(row, "layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_number(row, "kv_heads") or heads,
+        ffn=ffn,
+        vocab=_vocabulary(row),
+        seq=_need(row, "seq"),
+        norm="rms" if is_llama or "normalization=RMSNorm" in args else "layer",
+        position="rotary" if is_rotary else "learned",
+        activation=("swiglu" if is_gated else "squared_relu" if "squared-relu" in args else "gelu"),
+        is_tied=is_tied,
+        has_bias=not is_llama and "disable-bias-linear" not in args,
+        dropout=has_dropout,
+        attention="unfused" if is_unfused else "flash",
+        # A100 rows of llm-foundry, which may be fitted to: time grows with the whole matrix.
+        skips_masked=family != "foundry",
+        kernels=family,  # type: ignore[arg-type]
+    )
+
+
+_TOKENIZERS = {
+    "nemotron_2_256k": 256000,
+    "Llama2Tokenizer": 32000,
+    "GPT2BPETokenizer": 50257,
+}
+
+
+def _vocabulary(row: Mapping[str, str]) -> int:
+    known = _number(row, "vocab")
+    if known:
+        return known
+    for word, size in _TOKENIZERS.items():
+        if word in (row.get("args") or ""):
+            return size
+    raise Skipped("vocab is not given")
+
+
+def _padded(vocab: int, row: Mapping[str, str], tp: int) -> int:
+    """Return the vocabulary, with Megatron-LM padded to a multiple of 128 * tp."""
+    if _family(row) != "megatron":
+        return vocab
+    found = re.search(r"make-vocab-size-divisible-by=(\d+)", row.get("args") or "")
+    step = (int(found.group(1)) if found else 128) * tp
+    return -(-vocab // step) * step
+
+
+def _cluster(row: Mapping[str, str]) -> Cluster:
+    gpu = (row.get("gpu") or "").strip()
+    if gpu not in PROFILES:
+        raise Skipped(f"no profile for GPU {gpu or 'that is not given'}")
+    try:
+        device = load_profile(PROFILES[gpu])
+    except ValueError as error:
+        raise Skipped(str(error)) from None
+    device = _with_bfloat16(device)
+    gpus = _need(row, "gpus")
+    per_node = min(_number(row, "gpus_per_node") or 8, gpus)
+    if gpus % per_node:
+        raise Skipped(f"{gpus} GPUs do not fill nodes of {per_node}")
+    cluster = Cluster.from_device(device, num_nodes=gpus // per_node, gpus_per_node=per_node)
+    if gpu == "V100-SXM2-16":
+        return cluster.with_memory(16 * GIB)
+    return cluster
+
+
+def _with_bfloat16(device: DeviceProfile) -> DeviceProfile:
+    """Return a device that runs bfloat16 as fast as float16, where it has only the latter.
+
+    Models are traced in bfloat16; runs in fp16 move as many bytes.
+    """
+    if "bfloat16" in device.peak_flops_per_s or "float16" not in device.peak_flops_per_s:
+        return device
+    peaks = {**device.peak_flops_per_s, "bfloat16": device.peak_flops_per_s["float16"]}
+    origins, field = device.origin_by_field, "peak_flops_per_s"
+    return replace(
+        device,
+        peak_flops_per_s=peaks,
+        origin_by_field={**origins, f"{field}.bfloat16": origins[f"{field}.float16"]},
+    )
+
+
+def _degrees(row: Mapping[str, str], world: int) -> dict[str, int]:
+    tp, pp = _number(row, "tp"), _number(row, "pp")
+    if (tp is None or pp is None) and _family(row) == "megatron":
+        raise Skipped("tp or pp is not given")
+    tp, pp = tp or 1, pp or 1
+    dp = _number(row, "dp") or world // (tp * pp)
+    if dp * tp * pp != world:
+        raise Skipped(f"dp {dp} * tp {tp} * pp {pp} is not {world} GPUs")
+    return {"dp": dp, "tp": tp, "pp": pp}
+
+
+def _choices(row: Mapping[str, str], degrees: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """Yield values of what the row leaves open."""
+    open_fields: dict[str, tuple[Any, ...]] = {}
+    if not row.get("recompute"):
+        open_fields["recompute"] = ("none", "full")
+    if not row.get("zero_stage") and degrees["dp"] > 1:
+        sharded = "fsdp" in (row.get("sharding") or "").lower()
+        open_fields["zero_stage"] = (3,) if sharded else (0, 1)
+    if not row.get("sequence_parallel") and degrees["tp"] > 1:
+        open_fields["sequence_parallel"] = (False, True)
+    for values in product(*open_fields.values()):
+        yield dict(zip(open_fields, values, strict=True))
+
+
+def _options(
+    row: Mapping[str, str], degrees: Mapping[str, int], choice: Mapping[str, Any]
+) -> dict[str, Any]:
+    family = _family(row)
+    options: dict[str, Any] = {**degrees, "stage_ends": "blocks", "tensor_layout": "megatron"}
+    stated = _number(row, "zero_stage")
+    options["zero_stage"] = choice.get("zero_stage", stated if stated is not None else 0)
+    sequence = choice.get("sequence_parallel", row.get("sequence_parallel") == "true")
+    options["sequence_parallel"] = bool(sequence) and degrees["tp"] > 1
+    options["recompute"] = choice.get("recompute") or _recompute(row["recompute"])
+    options["engine"] = _engine(row, family, options["zero_stage"])
+    parts = _number(row, "vpp") or 1
+    options["virtual_stages"] = parts if degrees["pp"] > 1 else 1
+    optimizer = (row.get("optimizer") or "Adam").lower()
+    if "adam" not in optimizer:
+        raise Skipped(f"optimizer {optimizer} is not priced")
+    options["optimizer"] = "AdamW"
+    options["mixed_precision"] = _precision(row)
+    if "fp8" in (row.get("dtype") or "").lower():
+        options["product_dtype"] = "float8"
+    if "compile" in row.get("framework", "").lower():
+        options["is_compiled"] = True
+    return options
+
+
+def _precision(row: Mapping[str, str]) -> str:
+    dtype = (row.get("dtype") or "").lower()
+    if any(word in dtype for word in ("int8", "nf4")):
+        raise Skipped(f"dtype {dtype} is not priced")
+    if dtype == "fp32":
+        raise Skipped("dtype fp32 is not built from a row")
+    if "bf16-true" in dtype or "states bf16" in dtype or "pure bf16" in dtype:
+        return "none"
+    return "bfloat16"
+
+
+def _recompute(text: str) -> Any:
+    if text == "none":
+        return "none"
+    if text in ("full", "full_block", "full:uniform:1"):
+        return "full"
+    if text == "selective":
+        return "attention"
+    if text == "selective_op":
+        return selective_op
+    raise Skipped(f"recompute {text!r} is not priced")
+
+
+def selective_op(block: BlockTrace) -> Recompute:
+    """Return what torchtitan's op policy keeps: attention, and every second product, the first too.
+
+    Source: torchtitan `models/llama/parallelize_llama.py`, `_apply_ac_to_transformer_block`.
+    """
+    products = [op.name for op in block.ops if op.kind == "gemm"]
+    kept = set(products[::2]) | {op.name for op in block.ops if op.kind == "attention"}
+    return Recompute(mode="selective", keep=tuple(op.name for op in block.ops if op.name in kept))
+
+
+def _engine(row: Mapping[str, str], family: str, zero_stage: int) -> str:
+    dtype = (row.get("dtype") or "").lower()
+    if family == "megatron":
+        if zero_stage > 1:
+            raise Skipped(f"ZeRO-{zero_stage} of {row.get('framework')} is not priced")
+        if "overlap-grad-reduce" in (row.get("args") or ""):
+            return "megatron-overlap"
+        return "megatron-fp16" if dtype.startswith("fp16") else "megatron"
+    if "deepspeed" in row.get("framework", "").lower():
+        raise Skipped("the buffers of DeepSpeed's ZeRO are not priced")
+    text = f"{row.get('framework')} {row.get('sharding')}".lower()
+    if "fsdp1" in text or "fsdp (" in text:
+        return "fsdp1-bf16" if "mp=pure" in text else "fsdp1"
+    return "autoplan"

@@ -1,0 +1,317 @@
+"""How near the predicted step time and peak memory are to published measurements.
+
+    python benchmarks/published_runs.py FILE.csv ... [--json FILE] [--traces FOLDER]
+
+Every row's model is built from its dimensions and priced as it was run, by `autoplan.estimate`.
+Columns are described in the README of the measurements. A row that leaves something open is priced
+under each plausible value; it counts as right inside the range and by its nearer end outside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import json
+import math
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import autoplan
+from autoplan.errors import AutoplanError
+from autoplan.estimating import Estimate
+from autoplan.graph import Trace
+from autoplan.report import table
+from benchmarks.published_models import Decoder, Shape, batch_of
+from benchmarks.published_rows import (
+    Configuration,
+    Skipped,
+    configurations,
+    measured_bytes,
+    measured_time_s,
+)
+
+__all__ = ["Outcome", "TraceStore", "main", "price_row", "summary"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A row beside its prediction.
+
+    Attributes:
+        source: the source_id, up to its first slash.
+        file, line, model: where the row is and what it trained.
+        skipped: why it was not priced, or empty.
+        assumed: what the row left open.
+        time_s, predicted_time_s: measured, and the range predicted; None: not compared.
+        memory_bytes, predicted_bytes: likewise, of the same kind.
+        memory_kind: what was counted.
+        is_oom, predicted_oom: whether it ran out of memory; two values where the range is open.
+    """
+
+    source: str
+    file: str
+    line: int
+    model: str
+    skipped: str = ""
+    assumed: str = ""
+    time_s: float | None = None
+    predicted_time_s: tuple[float, float] | None = None
+    memory_bytes: float | None = None
+    predicted_bytes: tuple[float, float] | None = None
+    memory_kind: str = ""
+    is_oom: bool | None = None
+    predicted_oom: tuple[bool, bool] | None = None
+    categories: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def time_error(self) -> float | None:
+        """Return predicted / measured - 1, 0 inside the range."""
+        return _error(self.time_s, self.predicted_time_s)
+
+    @property
+    def memory_error(self) -> float | None:
+        """Return predicted / measured - 1, 0 inside the range."""
+        return _error(self.memory_bytes, self.predicted_bytes)
+
+
+def _error(measured: float | None, predicted: tuple[float, float] | None) -> float | None:
+    if measured is None or predicted is None:
+        return None
+    low, high = predicted
+    return (
+        (min(max(measured, low), high) / measured - 1)
+        if low <= measured <= high
+        else ((low if measured < low else high) / measured - 1)
+    )
+
+
+class TraceStore:
+    """Traces by model shape and micro-batch size; on disk where a folder is given."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+        self._by_shape: dict[Shape, _Traces] = {}
+
+    def of(self, shape: Shape) -> MutableMapping[int, Trace]:
+        """Return the traces of a shape; what is added is kept."""
+        if shape not in self._by_shape:
+            self._by_shape[shape] = _Traces(self.folder, str(shape))
+        return self._by_shape[shape]
+
+
+class _Traces(dict[int, Trace]):
+    def __init__(self, folder: Path | None, text: str) -> None:
+        super().__init__()
+        self._prefix = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._prefix = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
+            for path in folder.glob(f"{self._prefix.name}-*.json"):
+                rows = int(path.stem.split("-")[-1])
+                super().__setitem__(rows, Trace.from_json(path.read_text()))
+
+    def __setitem__(self, rows: int, trace: Trace) -> None:
+        super().__setitem__(rows, trace)
+        if self._prefix is not None:
+            Path(f"{self._prefix}-{rows}.json").write_text(trace.to_json())
+
+
+def price_row(row: Mapping[str, str], file: str, line: int, store: TraceStore) -> Outcome:
+    """Return a row beside its prediction, or why it was skipped."""
+    source = (row.get("source_id") or file).split("/")[0]
+    start: dict[str, Any] = {
+        "source": source, "file": file, "line": line, "model": row.get("model", "")
+    }  # fmt: skip
+    try:
+        if row.get("duplicate_of"):
+            raise Skipped("copy of another row")
+        time_s, memory = measured_time_s(row), measured_bytes(row)
+        outcome = (row.get("outcome") or "").strip().lower()
+        if time_s is None and memory is None and outcome not in ("fit", "oom"):
+            raise Skipped("nothing was measured")
+        found = configurations(row)
+        prices = [_price(configuration, store) for configuration in found]
+    except Skipped as skipped:
+        return Outcome(**start, skipped=str(skipped))
+    except (ValueError, AutoplanError) as error:
+        return Outcome(**start, skipped=f"estimate refuses: {str(error).splitlines()[0][:120]}")
+    times = [price.step_time_s for price in prices]
+    is_last = "last rank" in row.get("mem_kind", "")
+    kind = memory[1] if memory else ""
+    peaks = [_peak(price, kind, is_last) for price in prices]
+    is_timed = time_s is not None and row.get("deterministic") != "true"
+    ooms = [not price.fits for price in prices]
+    return Outcome(
+        **start,
+        assumed="; ".join(f"{k} open" for k in found[0].assumed),
+        time_s=time_s if is_timed else None,
+        predicted_time_s=(min(times), max(times)) if is_timed else None,
+        memory_bytes=memory[0] if memory else None,
+        predicted_bytes=(min(peaks), max(peaks)) if memory else None,
+        memory_kind=kind,
+        is_oom=outcome == "oom" if outcome in ("fit", "oom") else None,
+        predicted_oom=(min(ooms), max(ooms)),
+        categories=prices[0].time_by_category,
+    )
+
+
+def _price(configuration: Configuration, store: TraceStore) -> Estimate:
+    shape = configuration.shape
+    return autoplan.estimate(
+        Decoder.on_meta(shape),
+        configuration.cluster,
+        batch_of(shape),
+        global_batch_size=configuration.global_batch,
+        traces=store.of(shape),
+        **configuration.options,
+    )
+
+
+def _peak(price: Estimate, kind: str, is_last: bool) -> int:
+    """Return the predicted peak of the kind that was measured.
+
+    `allocated` and `reserved` count tensors of the process, so the reserve is left out; what the
+    caching allocator holds without using it is not predicted. `device` counts all.
+    """
+    stages = list(zip(price.peak_memory_bytes, price.memory_by_category, strict=True))
+    if is_last:
+        stages = stages[-1:]
+    return max(
+        peak - (parts.get("reserve", 0) if kind != "device" else 0) for peak, parts in stages
+    )
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Return the numbers of one source; None where nothing was compared."""
+    used = [o for o in outcomes if not o.skipped]
+    times = [o.time_error for o in used if o.time_error is not None]
+    memories = [o.memory_error for o in used if o.memory_error is not None]
+    calls = [o for o in used if o.is_oom is not None and o.predicted_oom is not None]
+    right = [o for o in calls if o.is_oom in (o.predicted_oom or ())]
+    return {
+        "rows_used": len(used),
+        "rows_skipped": len(outcomes) - len(used),
+        "rows_with_open_fields": sum(bool(o.assumed) for o in used),
+        "time_rows": len(times),
+        "time_mape": _mean([abs(e) for e in times]),
+        "time_worst": max(times, key=abs, default=None),
+        "time_bias": _mean(times),
+        "time_rank_correlation": _rank_correlation(
+            [
+                (o.time_s, sum(o.predicted_time_s) / 2)
+                for o in used
+                if o.time_s and o.predicted_time_s
+            ]
+        ),
+        "memory_rows": len(memories),
+        "memory_mape": _mean([abs(e) for e in memories]),
+        "memory_worst": max(memories, key=abs, default=None),
+        "memory_worst_under": min(
+            [e for e in memories if e < 0], default=0.0 if memories else None
+        ),
+        "memory_bias": _mean(memories),
+        "oom_right": len(right),
+        "oom_wrong": len(calls) - len(right),
+        "fit_called_oom": sum(not o.is_oom for o in calls if o not in right),
+        "oom_called_fit": sum(bool(o.is_oom) for o in calls if o not in right),
+        "skipped": dict(Counter(o.skipped for o in outcomes if o.skipped).most_common()),
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Return ranks from 0, equal values sharing the mean of theirs."""
+    order = sorted(values)
+    first = {v: order.index(v) for v in set(values)}
+    return [first[v] + (order.count(v) - 1) / 2 for v in values]
+
+
+def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Return Spearman's rank correlation, None for fewer than three pairs."""
+    if len(pairs) < 3:
+        return None
+    xs, ys = (_ranks(side) for side in zip(*pairs, strict=True))
+    mean = (len(xs) - 1) / 2
+    cross = sum((x - mean) * (y - mean) for x, y in zip(xs, ys, strict=True))
+    norm = math.sqrt(sum((x - mean) ** 2 for x in xs) * sum((y - mean) ** 2 for y in ys))
+    return cross / norm if norm else None
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:+.1f} %"
+
+
+def _print(by_source: Mapping[str, Sequence[Outcome]]) -> None:
+    head = (
+        "source", "used", "skipped", "open", "time", "mean", "worst", "bias", "rank",
+        "memory", "mean", "worst", "under", "bias", "fit/OOM right", "wrong",
+    )  # fmt: skip
+    rows = [head]
+    for source, outcomes in by_source.items():
+        s = summary(outcomes)
+        rank = s["time_rank_correlation"]
+        rows.append(
+            (
+                source, str(s["rows_used"]), str(s["rows_skipped"]),
+                str(s["rows_with_open_fields"]), str(s["time_rows"]),
+                _percent(s["time_mape"]).lstrip("+"), _percent(s["time_worst"]),
+                _percent(s["time_bias"]), "" if rank is None else f"{rank:.3f}",
+                str(s["memory_rows"]), _percent(s["memory_mape"]).lstrip("+"),
+                _percent(s["memory_worst"]), _percent(s["memory_worst_under"]),
+                _percent(s["memory_bias"]), str(s["oom_right"]), str(s["oom_wrong"]),
+            )
+        )  # fmt: skip
+    print(table(rows))
+    for source, outcomes in by_source.items():
+        for reason, count in summary(outcomes)["skipped"].items():
+            print(f"  {source}: {count} skipped: {reason}")
+
+
+def _document(by_source: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
+    rows = [
+        {**asdict(o), "time_error": o.time_error, "memory_error": o.memory_error}
+        for outcomes in by_source.values()
+        for o in outcomes
+    ]
+    return {"sources": {name: summary(o) for name, o in by_source.items()}, "rows": rows}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Price every row of the files and print a table per source."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("files", type=Path, nargs="+", help="CSV files of measurements")
+    parser.add_argument("--json", type=Path, help="write the numbers per source and per row here")
+    parser.add_argument("--traces", type=Path, help="keep traces in this folder between runs")
+    parser.add_argument("--only", help="price only sources whose name contains this")
+    options = parser.parse_args(arguments)
+    store = TraceStore(options.traces)
+    by_source: dict[str, list[Outcome]] = {}
+    start = time.perf_counter()
+    for path in options.files:
+        with path.open(newline="", encoding="utf-8") as stream:
+            for line, row in enumerate(csv.DictReader(stream), 2):
+                if options.only and options.only not in row.get("source_id", ""):
+                    continue
+                outcome = price_row(row, path.name, line, store)
+                by_source.setdefault(outcome.source, []).append(outcome)
+    _print(by_source)
+    print(f"\nAll times and bytes are predictions of profiles; {time.perf_counter() - start:.0f} s")
+    if options.json:
+        options.json.write_text(json.dumps(_document(by_source), indent=1))
+
+
+if __name__ == "__main__":
+    main()
