@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autoplan import codec
+from autoplan.cluster import Cluster
+from autoplan.dry_run_result import DryRun
 from autoplan.plan import Plan
+from autoplan.planning_commands import torch_dtype
 
-__all__ = ["emit"]
+if TYPE_CHECKING:
+    from autoplan.models import LoadedModel
+
+__all__ = ["VerifyResult", "emit", "verify"]
+
+_TOLERANCE = 0.1
 
 
 def emit(
@@ -43,6 +54,98 @@ def emit(
     partial.write_text(text)
     partial.replace(out)
     typer.echo(f"written to {out}")
+
+
+def verify(
+    plan_file: Annotated[Path, typer.Argument(help="A plan that `autoplan plan --out` wrote.")],
+    model: Annotated[str, typer.Option(help="The model that was planned.")],
+    cluster: Annotated[str | None, typer.Option(help="Default: the plan's own.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens per row, as planned.")] = None,
+    rank: Annotated[
+        list[int] | None,
+        typer.Option(help="Rank of the dry run; repeatable. Default: the first of each stage."),
+    ] = None,
+    dry: Annotated[bool, typer.Option(help="Run ranks on fake tensors, measuring bytes.")] = True,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write the result as JSON.")
+    ] = None,
+) -> None:
+    """Check a saved plan: the numbered rules, and a dry run of its ranks in this process.
+
+    Exit code 1 when a rule is broken, or a dry run holds over a tenth more than was predicted.
+    """
+    from autoplan.dry_runner import dry_run, representative_ranks
+    from autoplan.models import load_model
+
+    plan = Plan.load(plan_file)
+    target = Cluster.parse(cluster or plan.provenance["cluster"])
+    is_cpu = target.device.name.startswith("cpu")
+    loaded = load_model(model, seq=seq, dtype=torch_dtype("auto", target, plan.autocast))
+    broken = _broken_rules(plan, target, loaded, is_cpu)
+    for violation in broken:
+        typer.echo(violation)
+    if not broken:
+        typer.echo("every rule holds")
+    runs: tuple[DryRun, ...] = ()
+    if dry and not broken:
+        runs = dry_run(plan, loaded, rank or representative_ranks(plan))
+        typer.echo(_dry_table(runs))
+        if not is_cpu:
+            typer.echo("measured on the CPU's operators; attention on a GPU may keep other tensors")
+    over = [run for run in runs if is_cpu and run.error < -_TOLERANCE]
+    for run in over:
+        typer.echo(f"rank {run.rank} holds {-run.error:.0%} more than predicted")
+    result = VerifyResult(broken=broken, dry_runs=runs, is_sound=not broken and not over)
+    if json_file is not None:
+        json_file.write_text(codec.dumps(result) + "\n")
+    if not result.is_sound:
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyResult:
+    """What `autoplan verify` found.
+
+    Attributes:
+        broken: rules that the plan breaks.
+        dry_runs: what ranks would hold; empty where rules are broken or it was left out.
+        is_sound: whether nothing speaks against the plan.
+    """
+
+    broken: tuple[str, ...]
+    dry_runs: tuple[DryRun, ...]
+    is_sound: bool
+
+
+def _broken_rules(
+    plan: Plan, target: Cluster, loaded: LoadedModel, is_cpu: bool
+) -> tuple[str, ...]:
+    from autoplan.autocast import dtype_of
+    from autoplan.batches import BatchDims
+    from autoplan.tracer import trace
+    from autoplan.verifier import verify_plan
+
+    traced = trace(
+        loaded.model,
+        loaded.batch,
+        loaded.loss_fn,
+        microbatch_size=plan.microbatch_size,
+        batch_dim=BatchDims(plan.batch_dims) if plan.batch_dims else 0,
+        autocast=dtype_of(plan.autocast),
+        backend="cpu" if is_cpu else "cuda",
+    )
+    return tuple(str(violation) for violation in verify_plan(plan, traced, target))
+
+
+def _dry_table(runs: Sequence[DryRun]) -> str:
+    from autoplan.report import table
+    from autoplan.units import format_bytes
+
+    rows = [("rank", "stage", "dry run", "predicted", "error")]
+    for run in runs:
+        sizes = (format_bytes(run.measured_bytes), format_bytes(run.predicted_bytes))
+        rows.append((str(run.rank), str(run.stage), *sizes, f"{run.error:+.1%}"))
+    return table(rows)
 
 
 def _script(plan: Plan, model: str | None, seq: int | None) -> str:

@@ -6,9 +6,9 @@ import sys
 
 import typer
 
-from autoplan.checking_commands import emit
+from autoplan.checking_commands import emit, verify
 from autoplan.errors import AutoplanError
-from autoplan.planning_commands import dimensions, explain, plan, verify
+from autoplan.planning_commands import dimensions, explain, plan
 from autoplan.running_commands import profile, run
 
 __all__ = ["app", "main"]

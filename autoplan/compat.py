@@ -25,6 +25,7 @@ from autoplan.errors import EmitError
 __all__ = [
     "RingStage",
     "causality_as_told",
+    "fake_processes",
     "has_other_readers",
     "is_strided",
     "pieces_of",
@@ -75,7 +76,8 @@ def causality_as_told() -> Iterator[None]:
 
 def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
     """Set how long a collective of `group` may wait before it raises."""
-    _set_pg_timeout(timedelta(seconds=timeout_s), group)
+    if dist.get_backend(group) != "fake":
+        _set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 def strided_dim(placement: Any) -> int:
@@ -114,6 +116,34 @@ def has_other_readers(tensor: torch.Tensor) -> bool:
     if count is None or tensor.nbytes < tensor.untyped_storage().nbytes():
         return True
     return bool(count() > 1)
+
+
+@contextlib.contextmanager
+def fake_processes(world_size: int, rank: int) -> Iterator[None]:
+    """Make this process rank `rank` of a group whose collectives send nothing.
+
+    Torch's pipelines vote over point-to-point messages in their first step, which is left out.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    patched: dict[str, Any] = {"_get_init_p2p_neighbors_ops": lambda self: []}
+    for name in ("_warmup_forward_vote", "_warmup_backward_result"):
+        patched[name] = lambda self, *args, **kwargs: _One()
+    before = {n: getattr(PipelineStage, n) for n in patched if hasattr(PipelineStage, n)}
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    for name in before:
+        setattr(PipelineStage, name, patched[name])
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(PipelineStage, name, method)
+        dist.destroy_process_group()
+
+
+class _One:
+    def item(self) -> int:
+        return 1
 
 
 class RingStage(PipelineStage):

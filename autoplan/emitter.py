@@ -8,7 +8,7 @@ the block modules, and torch's pipeline schedules drive the stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoplan import compat
 from autoplan.autocast import dtype_of
+from autoplan.backends import Backend
 from autoplan.batches import BatchDims
 from autoplan.calls import BoundCall, bind_call, install
 from autoplan.capturer import capture
@@ -30,6 +31,7 @@ from autoplan.microbatches import pipeline_runner
 from autoplan.plan import Plan
 from autoplan.processes import agree, ensure_process_group, seed_ranks
 from autoplan.program import Program
+from autoplan.runner import true_metas
 from autoplan.runtime import BatchSplitter, ParallelModule, Tie
 from autoplan.sharders import Sharder, Unsharded, shard, store_in_float32
 from autoplan.stages import (
@@ -47,7 +49,7 @@ from autoplan.step_buffers import StepBuffers, changed_states, several_changers
 from autoplan.step_means import StepMeans, find_denominators
 from autoplan.tensor_parallel import lower_calls, whole_calls
 
-__all__ = ["captured_for", "parallelize"]
+__all__ = ["captured_for", "emit_stage", "parallelize"]
 
 
 def parallelize(
@@ -81,12 +83,21 @@ def parallelize(
     program, problem = _recapture(plan, model, batch, loss_fn)
     agree(problem)
     assert program is not None, "no program without a problem"
-    if plan.mixed_precision != "none":
-        store_in_float32(model)
-    mesh = _mesh(plan, place, timeout_s)
-    module = _Emission(plan, program, model, place, mesh, timeout_s).build()
+    module = emit_stage(plan, program, model, place, timeout_s)
     seed_ranks(plan.mesh)
     return module
+
+
+def emit_stage(
+    plan: Plan, program: Program, model: nn.Module, device: torch.device, timeout_s: float
+) -> ParallelModule:
+    """Return this rank's part of a captured model; the process group has the plan's size."""
+    if plan.mixed_precision != "none":
+        store_in_float32(model)
+    backend: Backend = "cuda" if device.type == "cuda" else "cpu"
+    program = replace(program, metas=true_metas(program, backend))
+    mesh = _mesh(plan, device, timeout_s)
+    return _Emission(plan, program, model, device, mesh, timeout_s).build()
 
 
 def _check_world(plan: Plan) -> None:
@@ -170,10 +181,7 @@ class _Emission:
         stages = slice_program(program, cuts)
         _check_stages(program, stages)
         stage = stages[self._rank("pp")]
-        takes_unused = stage.index == 0
-        contents = root_contents(self.model, program, stage, takes_unused=takes_unused)
-        root = build_root(self.model, contents)
-        root.to(self.device)
+        root = build_root(self.model, root_contents(self.model, program, stage), self.device)
         group = self.mesh.get_group("dp") if self.mesh is not None else None
         means = self._means(stage, root, group)
         calls = self._bind_calls(stage, root, means)

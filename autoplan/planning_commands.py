@@ -25,7 +25,7 @@ __all__ = [
     "parse_limits",
     "parse_pins",
     "plan",
-    "verify",
+    "torch_dtype",
 ]
 
 _console = Console(stderr=True)
@@ -144,7 +144,7 @@ def plan(
     target = Cluster.parse(cluster)
     if device_memory is not None:
         target = target.with_memory(device_memory)
-    loaded = load_model(model, seq=seq, dtype=_dtype(dtype, target, autocast))
+    loaded = load_model(model, seq=seq, dtype=torch_dtype(dtype, target, autocast))
     try:
         with _search_bar() as (bar, task):
 
@@ -202,7 +202,8 @@ class _search_bar:
         self._bar.stop()
 
 
-def _dtype(name: str, cluster: Cluster, autocast: str) -> Any:
+def torch_dtype(name: str, cluster: Cluster, autocast: str) -> Any:
+    """Return the dtype of presets and configs that a command line means."""
     import torch
 
     if name == "auto":
@@ -269,36 +270,3 @@ def dimensions(
         batch_dim=parse_batch_dim(batch_dim),
     )
     typer.echo(traced.dimension_report())
-
-
-def verify(
-    plan_file: Annotated[Path, typer.Argument(help="A plan that `autoplan plan --out` wrote.")],
-    model: Annotated[str, typer.Option(help="The model that was planned.")],
-    cluster: Annotated[str | None, typer.Option(help="Default: the plan's own.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens per row, as planned.")] = None,
-) -> None:
-    """Check a saved plan against the numbered rules; exit code 1 when one is broken."""
-    from autoplan.autocast import dtype_of
-    from autoplan.batches import BatchDims
-    from autoplan.models import load_model
-    from autoplan.tracer import trace
-    from autoplan.verifier import verify_plan
-
-    loaded_plan = Plan.load(plan_file)
-    target = Cluster.parse(cluster or loaded_plan.provenance["cluster"])
-    loaded = load_model(model, seq=seq, dtype=_dtype("auto", target, loaded_plan.autocast))
-    traced = trace(
-        loaded.model,
-        loaded.batch,
-        loaded.loss_fn,
-        microbatch_size=loaded_plan.microbatch_size,
-        batch_dim=BatchDims(loaded_plan.batch_dims) if loaded_plan.batch_dims else 0,
-        autocast=dtype_of(loaded_plan.autocast),
-        backend="cpu" if target.device.name.startswith("cpu") else "cuda",
-    )
-    broken = verify_plan(loaded_plan, traced, target)
-    for violation in broken:
-        typer.echo(str(violation))
-    if broken:
-        raise typer.Exit(1)
-    typer.echo("every rule holds")

@@ -250,17 +250,9 @@ class RootContents:
     wanted: frozenset[str]
 
 
-def root_contents(
-    model: nn.Module, program: Program, stage: StageSlice, *, takes_unused: bool
-) -> RootContents:
-    """Return what the root of a stage holds.
-
-    Args:
-        model: the user's.
-        program: the captured model.
-        stage: which slice.
-        takes_unused: also take parameters and buffers that no call reads (one stage does).
-    """
+def root_contents(model: nn.Module, program: Program, stage: StageSlice) -> RootContents:
+    """Return what the root of a stage holds; the first one also holds what no call reads."""
+    takes_unused = stage.index == 0
     block_fqns = {call.fqn for call in program.calls if call.fqn}
     own_blocks = {program.calls[i].fqn for i in stage.calls}
     read = {f for i in stage.calls for f in program.calls[i].states}
@@ -278,14 +270,17 @@ def root_contents(
     return RootContents(modules=tuple(modules), states=tuple(states), wanted=frozenset(read | tied))
 
 
-def build_root(model: nn.Module, contents: RootContents) -> StageRoot:
-    """Return the root of a stage; the user's submodules move into it as they are."""
+def build_root(model: nn.Module, contents: RootContents, device: torch.device) -> StageRoot:
+    """Return the root of a stage on a device; the user's submodules move into it as they are."""
     root = StageRoot()
     for fqn in contents.modules:
         _place_module(root, fqn, model)
     for fqn in contents.states:
         _place_state(root, fqn, model, contents.wanted)
     root.train(model.training)
+    # Fake tensors, which a dry run has, cannot be moved.
+    if any(x.device != device for x in (*root.parameters(), *root.buffers())):
+        root.to(device)
     return root
 
 

@@ -150,8 +150,7 @@ def build_stage(
     index = mesh.get_local_rank("pp")
     stage = stages[index]
     ties = make_ties(plan, model, mesh)
-    root = build_root(model, stage.contents)
-    root.to(device)
+    root = build_root(model, stage.contents, device)
     group = mesh.get_group("dp")
     means = StepMeans(stage.denominators, _side_reader(stage, root), group, stage.values)
     stored = {name: Placement.parse(text) for name, text in plan.stored.items()}

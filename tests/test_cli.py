@@ -14,6 +14,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from autoplan import codec
+from autoplan.checking_commands import VerifyResult
 from autoplan.cli import app, main
 from autoplan.plan import Plan
 from autoplan.planning_commands import parse_pins
@@ -106,8 +108,14 @@ def test_written_plan_is_verified_and_a_changed_one_is_not(
     gpt2_plan: tuple[Path, str], autoplan: Any, tmp_path: Path
 ) -> None:
     path, _ = gpt2_plan
-    good = autoplan("verify", path, "--model", "gpt2", "--seq", 128)
-    assert (good.code, good.out.strip()) == (0, "every rule holds")
+    result = tmp_path / "result.json"
+    good = autoplan("verify", path, "--model", "gpt2", "--seq", 128, "--json", result)
+    assert good.code == 0
+    assert good.out.startswith("every rule holds\n")
+    found = codec.loads(VerifyResult, result.read_text())
+    assert found.is_sound
+    assert [run.rank for run in found.dry_runs] == [0]
+    assert abs(found.dry_runs[0].error) < 0.1
     document = json.loads(path.read_text())
     document["global_batch_size"] += 1
     changed = tmp_path / "changed.json"

@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("profiles", "search"),
     ("schedules", "stage_costs", "timeline", "nodes"),
     ("simulator",),
-    ("cluster", "graph", "batches", "shortening", "launcher", "meter", "plan"),
+    ("cluster", "graph", "batches", "shortening", "dry_run_result", "launcher", "meter", "plan"),
     ("redistribution", "program", "hf", "interpreter", "processes"),
     ("collectives",),
     (
@@ -50,6 +50,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "dimensions",
         "runner",
         "signatures",
+        "cuda_autocast",
         "layout_check",
         "tracer",
     ),
@@ -97,7 +98,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "emitter",
     ),
     ("training", "op_runner", "op_profiler"),
-    ("bundler", "script_text", "script_writer", "framework_configs"),
+    ("bundler", "script_text", "script_writer", "framework_configs", "dry_runner"),
     ("planning_commands", "checking_commands", "running_commands"),
     ("cli",),
 )

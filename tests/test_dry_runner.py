@@ -1,0 +1,84 @@
+"""Dry runs of ranks of a plan measure what the plan predicts, in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import autoplan
+from autoplan.dry_runner import dry_run, representative_ranks
+from autoplan.models import LoadedModel, load_model
+from benchmarks.predicted_peaks import CASES, gpt, make_plan
+from tests.distributed import run_workers
+
+
+def _dry(rank: int, name: str) -> list[Any]:
+    case = next(case for case in CASES if case.name == name)
+    plan = make_plan(case)
+    return list(dry_run(plan, gpt(case.rows), representative_ranks(plan)))
+
+
+def _in_a_process(function: Any, *args: Any) -> Any:
+    """Run in a fork without a group of its own: a dry run makes a fake one."""
+
+    def alone(rank: int) -> Any:
+        torch.distributed.destroy_process_group()
+        result = function(rank, *args)
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        return result
+
+    return run_workers(alone, 1)[0]
+
+
+NAMES = ("ZeRO-3, recompute all", "pp 2 x ZeRO-3", "dp 2 x tp 2 x pp 2, ZeRO-1")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_dry_run_holds_what_was_predicted(name: str) -> None:
+    runs = _in_a_process(_dry, name)
+    assert [run.stage for run in runs] == list(range(len(runs)))
+    assert all(abs(run.error) < 0.1 for run in runs), runs
+
+
+def _large(rank: int) -> tuple[list[Any], bool]:
+    loaded: LoadedModel = load_model("gpt2", seq=64, dtype=torch.bfloat16)
+    plan = autoplan.estimate(
+        loaded.model,
+        "128x8:h100_sxm_80gb",
+        loaded.batch,
+        global_batch_size=256,
+        tp=4,
+        pp=4,
+        zero_stage=1,
+        recompute="full",
+    ).plan
+    runs = dry_run(plan, loaded, (5, 1023))
+    is_on_meta = all(p.is_meta for p in loaded.model.parameters())
+    return list(runs), is_on_meta
+
+
+def test_ranks_of_a_plan_for_1024_gpus_run_in_one_process() -> None:
+    runs, is_on_meta = _in_a_process(_large)
+    assert is_on_meta
+    assert [(run.rank, run.stage) for run in runs] == [(5, 0), (1023, 3)]
+    assert all(abs(run.error) < 0.25 for run in runs), runs
+
+
+def _no_such_rank(rank: int) -> str:
+    try:
+        _dry_rank(99)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def _dry_rank(rank: int) -> None:
+    case = CASES[0]
+    dry_run(make_plan(case), gpt(case.rows), (rank,))
+
+
+def test_a_rank_that_is_not_there_is_refused() -> None:
+    assert "the plan has ranks 0 to 3" in _in_a_process(_no_such_rank)
