@@ -1,0 +1,111 @@
+"""The benchmark over published runs: what it reads from a row, what it skips, what it writes."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.published_rows import Skipped, configurations, measured_bytes, measured_time_s
+from benchmarks.published_runs import main
+
+ROW = {
+    "source_id": "made_up/one",
+    "model": "GPT",
+    "layers": "2",
+    "hidden": "128",
+    "heads": "4",
+    "vocab": "500",
+    "seq": "64",
+    "gpus": "4",
+    "gpu": "A100-SXM4-80",
+    "gpus_per_node": "4",
+    "tp": "2",
+    "pp": "1",
+    "dp": "2",
+    "zero_stage": "1",
+    "micro_batch": "1",
+    "global_batch": "4",
+    "recompute": "none",
+    "sequence_parallel": "true",
+    "dtype": "bf16",
+    "optimizer": "Adam",
+    "framework": "Megatron-LM",
+    "iter_time_s": "0.01",
+    "peak_mem_gib": "0.1",
+    "mem_kind": "torch max allocated, max over ranks",
+    "outcome": "fit",
+}
+
+
+def test_a_row_is_priced_as_it_says() -> None:
+    (found,) = configurations(ROW)
+    assert (found.shape.hidden, found.shape.ffn, found.shape.vocab) == (128, 512, 512)
+    assert found.cluster.world_size == 4
+    wanted = {"tp": 2, "dp": 2, "zero_stage": 1, "sequence_parallel": True, "engine": "megatron"}
+    assert {key: found.options[key] for key in wanted} == wanted
+    assert found.assumed == {}
+
+
+def test_what_a_row_leaves_open_is_priced_under_each_plausible_value() -> None:
+    row = {**ROW, "recompute": "", "zero_stage": "", "sequence_parallel": ""}
+    found = configurations(row)
+    assert len(found) == 2 * 2 * 2
+    assert {f.options["recompute"] for f in found} == {"none", "full"}
+    assert all(set(f.assumed) == {"recompute", "zero_stage", "sequence_parallel"} for f in found)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"cp": "2"}, "context parallelism is not priced"),
+        ({"vocab": ""}, "vocab is not given"),
+        ({"gpu": "TPU"}, "no profile for GPU TPU"),
+        ({"dp": "8"}, "dp 8 \\* tp 2 \\* pp 1 is not 4 GPUs"),
+        ({"recompute": "sometimes"}, "recompute 'sometimes' is not priced"),
+        ({"notes": "LoRA rank 8"}, "low-rank"),
+    ],
+)
+def test_a_row_that_cannot_be_priced_says_why(change: dict[str, str], reason: str) -> None:
+    with pytest.raises(Skipped, match=reason):
+        configurations({**ROW, **change})
+
+
+def test_times_and_bytes_are_read_in_their_units() -> None:
+    rate = {**ROW, "iter_time_s": "", "tokens_per_s_per_gpu": "100"}
+    assert measured_time_s(rate) == 4 * 64 / (100 * 4)
+    for kind, nbytes, counted in (
+        ("torch max allocated", 2**30, "allocated"),
+        ("reserved GB as reported", 1e9, "reserved"),
+        ("nvidia-smi GB (rounded)", 1e9, "device"),
+    ):
+        row = {**ROW, "peak_mem_gib": "1", "mem_kind": kind}
+        assert measured_bytes(row) == (nbytes, counted)
+
+
+def test_the_command_writes_a_summary_per_source_and_every_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = tmp_path / "runs.csv", tmp_path / "out.json"
+    rows = [ROW, {**ROW, "recompute": ""}, {**ROW, "layers": ""}]
+    with file.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, list(ROW))
+        writer.writeheader()
+        writer.writerows(rows)
+    main([str(file), "--json", str(out)])
+    printed = capsys.readouterr().out
+    assert "made_up: 1 skipped: layers is not given" in printed
+    document = json.loads(out.read_text())
+    summary = document["sources"]["made_up"]
+    assert (summary["rows_used"], summary["rows_skipped"]) == (2, 1)
+    assert summary["rows_with_open_fields"] == 1
+    assert summary["time_mape"] > 0
+    assert summary["oom_right"] + summary["oom_wrong"] == 2
+    needed = {"time_rank_correlation", "memory_mape", "memory_worst_under", "oom_wrong"}
+    assert needed <= set(summary)
+    assert len(document["rows"]) == 3
+    exact, opened, _ = document["rows"]
+    assert exact["predicted_time_s"][0] == exact["predicted_time_s"][1]
+    assert opened["predicted_time_s"][0] < opened["predicted_time_s"][1]
