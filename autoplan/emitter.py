@@ -8,7 +8,7 @@ the block modules, and torch's pipeline schedules drive the stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoplan import compat
 from autoplan.autocast import dtype_of
+from autoplan.backends import Backend
 from autoplan.batches import BatchDims
 from autoplan.calls import BoundCall, bind_call, install
 from autoplan.capturer import capture
@@ -30,6 +31,7 @@ from autoplan.microbatches import pipeline_runner
 from autoplan.plan import Plan
 from autoplan.processes import agree, ensure_process_group, seed_ranks
 from autoplan.program import Program
+from autoplan.runner import true_metas
 from autoplan.runtime import BatchSplitter, ParallelModule, Tie
 from autoplan.sharders import Sharder, Unsharded, shard, store_in_float32
 from autoplan.stages import (
@@ -92,6 +94,8 @@ def emit_stage(
     """Return this rank's part of a captured model; the process group has the plan's size."""
     if plan.mixed_precision != "none":
         store_in_float32(model)
+    backend: Backend = "cuda" if device.type == "cuda" else "cpu"
+    program = replace(program, metas=true_metas(program, backend))
     mesh = _mesh(plan, device, timeout_s)
     return _Emission(plan, program, model, device, mesh, timeout_s).build()
 

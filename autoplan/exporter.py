@@ -285,7 +285,9 @@ class _Flattener:
             return False
         source, value = node.args[0].meta["val"], node.meta["val"]
         is_same = source.dtype == value.dtype and source.device == value.device
-        return is_same and not node.kwargs.get("copy", False)
+        # Under autocast a cast that changes nothing here may change something on another device.
+        is_sure = not torch.is_autocast_enabled("cpu")
+        return is_same and is_sure and not node.kwargs.get("copy", False)
 
     def _add_opaque(self, node: Any, inside: str) -> None:
         """Add the call that an `autoplan::opaque` stands for."""

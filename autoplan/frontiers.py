@@ -17,6 +17,7 @@ from autoplan.search.frontier import (
     Eliminations,
     choice_frontier,
     fastest_choice,
+    frontier_cover,
     whole_frontier,
 )
 from autoplan.times import Timer
@@ -24,6 +25,7 @@ from autoplan.times import Timer
 __all__ = ["Decision", "Frontiers", "block_decisions", "fastest_ops_s", "plain_decision"]
 
 _POINTS = 12
+_TOLERANCE = 0.0025
 _TIME_LIMIT_S = 5.0
 _TICK_S = 1e-9
 
@@ -33,12 +35,15 @@ class Frontiers:
     """Solves the problems of block classes, and keeps what problems have in common.
 
     Attributes:
-        points: most points of each of the two frontiers of a class.
+        points: of a class too wide for elimination, most points of each of its two frontiers.
+        tolerance: share of its time by which a decision may be replaced by a slower one that takes
+            no more memory; None: take `points` of every class.
         time_limit_s: of CP-SAT, where a class is too wide for elimination, per frontier.
         eliminations: steps by structure.
     """
 
     points: int = _POINTS
+    tolerance: float | None = _TOLERANCE
     time_limit_s: float = _TIME_LIMIT_S
     eliminations: Eliminations = field(default_factory=Eliminations)
 
@@ -78,13 +83,21 @@ class Frontiers:
         return tuple(unique.values())
 
     def _sample(self, model: ChoiceModel) -> list[Decision]:
-        points = self.points if model.region or model.timer.degree > 1 else 1
-        found = choice_frontier(
-            model.problem,
-            points=points,
-            time_limit_s=self.time_limit_s,
-            eliminations=self.eliminations,
-        )
+        if self.tolerance is None:
+            found = choice_frontier(
+                model.problem,
+                points=self.points if model.region or model.timer.degree > 1 else 1,
+                time_limit_s=self.time_limit_s,
+                eliminations=self.eliminations,
+            )
+        else:
+            found = frontier_cover(
+                model.problem,
+                tolerance=self.tolerance,
+                points=self.points,
+                time_limit_s=self.time_limit_s,
+                eliminations=self.eliminations,
+            )
         return [model.read(s) for s in found if s.status in ("optimal", "feasible")]
 
     def plain(
@@ -146,8 +159,10 @@ def block_decisions(
     points: int = _POINTS,
     recompute: str | None = None,
 ) -> tuple[Decision, ...]:
-    """Return the decisions of one class; see `Frontiers.decisions`."""
-    return Frontiers(points=points).decisions(block, timer, whole=whole, recompute=recompute)
+    """Return a sample of the decisions of one class; see `Frontiers.decisions`."""
+    return Frontiers(points=points, tolerance=None).decisions(
+        block, timer, whole=whole, recompute=recompute
+    )
 
 
 def plain_decision(

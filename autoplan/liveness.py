@@ -78,6 +78,7 @@ def block_memory(
         parameter_grads=grads,
         held_inputs=tuple(n for n in inputs if n in held_inputs),
         held_outputs=tuple(n for n in local.outputs if _storage(local, n) in kept),
+        held_output_bytes=sum(b for n, b in kept.items() if n in outputs),
     )
 
 

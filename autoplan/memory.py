@@ -312,7 +312,7 @@ class _Walk:
             self.activations += block.own_kept
             if self.zero == 3 and index in self.compute:
                 self.gathered.pop(index, None)
-        self.activations += self.leaving
+        self.activations += self._leaving_added()
         if self.is_pipeline:
             self.activations -= self._entering_kept()
         self.buffers.clear()
@@ -323,6 +323,10 @@ class _Walk:
         """Return the kept stage input: it is the receive buffer, which is counted there."""
         first = self.blocks[0]
         return min(self.entering, first.input_bytes, first.memory.kept)
+
+    def _leaving_added(self) -> int:
+        """Return the bytes of the stage output that its last block does not keep anyway."""
+        return max(0, self.leaving - self.blocks[-1].memory.held_output_bytes)
 
     def _gather_forward(self, group: int) -> None:
         if not self.wrapped or group not in self.compute or group in self.gathered:
@@ -358,7 +362,7 @@ class _Walk:
             self._reduce(self.root, reshards, self.retained)
         elif self.is_mixed and self.root in self.gradients:
             self.gradients[self.root] = max(before, self.whole[self.root])
-        self.activations -= self.side + self.leaving
+        self.activations -= self.side + self._leaving_added()
         self.reduce_input = 0
         self.unmerged = 0
 

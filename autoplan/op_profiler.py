@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from autoplan.autocast import around_step, dtype_of
+from autoplan.autocast import dtype_of
 from autoplan.batches import batch_rows
 from autoplan.capturer import LossFn, capture
 from autoplan.cluster import Cluster
@@ -29,7 +29,7 @@ from autoplan.op_runner import OpCall, TensorSpec, measure_call, spec_of
 from autoplan.opcost import OpMeter
 from autoplan.profiles.op_times import MeasuredOp, OpTimesFile
 from autoplan.program import BlockGraph, Op, Program, TensorMeta, map_refs
-from autoplan.runner import BlockRun, run_block, side_values
+from autoplan.runner import BlockRun, run_program
 from autoplan.settings import Optimizer, Workload, settings_of
 from autoplan.sharded_ops import VocabularyCrossEntropy
 from autoplan.sharding import shard_options
@@ -127,16 +127,8 @@ def _of_program(program: Program, cluster: Cluster, degrees: Sequence[int]) -> I
 
 def _runs(program: Program, traced: Trace) -> list[BlockRun]:
     """Return fake runs of all block graphs, for the layouts of their values."""
-    runs: dict[int, BlockRun] = {}
-    meter = OpMeter(traced.backend)
-    with FakeTensorMode(), torch.enable_grad(), around_step(program.autocast):
-        values = side_values(program)
-        for call in program.calls:
-            if call.graph not in runs:
-                inputs = [values[name] for name in call.args]
-                graph = program.graphs[call.graph]
-                runs[call.graph] = run_block(graph, inputs, traced.backend, meter, call.fqn)
-            values.update(zip(call.outs, runs[call.graph].outputs, strict=True))
+    with FakeTensorMode(), torch.enable_grad():
+        runs, _ = run_program(program, traced.backend, OpMeter(traced.backend, program.autocast))
     return [runs[index] for index in range(len(program.graphs))]
 
 

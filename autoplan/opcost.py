@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from autoplan.autocast import bare, is_cast
 from autoplan.backends import Backend, replacement, workspace_bytes
+from autoplan.cuda_autocast import CudaAutocast
 from autoplan.custom_ops import custom_op
 from autoplan.graph import Gemm, OpKind
 from autoplan.kernels import Meter, storage_key, tensors_in
@@ -63,18 +64,16 @@ class _Backward:
 class OpMeter:
     """Measures ops under an active `FakeTensorMode` and remembers what it measured."""
 
-    def __init__(self, backend: Backend, *, is_autocast: bool = False) -> None:
+    def __init__(self, backend: Backend, autocast: torch.dtype | None = None) -> None:
         self._backend = backend
-        self._is_autocast = is_autocast
+        self._autocast = autocast
         self._known: dict[Any, OpCost] = {}
 
     def measure(self, op: Op, args: Any, kwargs: Mapping[str, Any]) -> OpCost:
         """Return the cost of `op` on fake arguments; they are not written to."""
         key = (op.target_name, _signature((args, dict(kwargs))))
         if key not in self._known:
-            self._known[key] = _measure(
-                op, args, kwargs, self._backend, has_casts=self._is_autocast and not is_cast(op)
-            )
+            self._known[key] = _measure(op, args, kwargs, self._backend, self._autocast)
         return self._known[key]
 
 
@@ -94,11 +93,18 @@ def _signature(value: Any) -> Any:
 
 
 def _measure(
-    op: Op, args: Any, kwargs: Mapping[str, Any], backend: Backend, *, has_casts: bool
+    op: Op,
+    args: Any,
+    kwargs: Mapping[str, Any],
+    backend: Backend,
+    autocast: torch.dtype | None,
 ) -> OpCost:
     leaves, (own_args, own_kwargs) = _detached((args, dict(kwargs)), mutates_input(op))
     inputs = tensors_in((own_args, own_kwargs))
     function = replacement(op.target, backend)
+    if autocast is not None and backend == "cuda":
+        function = CudaAutocast(autocast).around(function, op)
+    has_casts = autocast is not None and not is_cast(op)
     meter = Meter(inputs, has_casts=has_casts)
     with meter:
         result = function(*own_args, **own_kwargs)

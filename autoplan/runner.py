@@ -7,15 +7,17 @@ autograd keeps, each storage once. All functions expect an active `FakeTensorMod
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoplan.autocast import bare, is_cast
+from autoplan.autocast import around_step, bare, is_cast
 from autoplan.backends import Backend, replacement, with_true_statistics
+from autoplan.cuda_autocast import CudaAutocast
 from autoplan.custom_ops import custom_op
 from autoplan.errors import TraceError
 from autoplan.kernels import storage_bytes, storage_key, tensors_in
@@ -23,7 +25,7 @@ from autoplan.opcost import OpCost, OpMeter
 from autoplan.program import BlockGraph, Op, Program, TensorMeta, map_refs
 from autoplan.segments import mutates_input
 
-__all__ = ["BlockRun", "attribute_tensors", "run_block", "side_values"]
+__all__ = ["BlockRun", "attribute_tensors", "run_block", "run_program", "true_metas"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,7 +62,54 @@ def _on_cpu(value: Any) -> Any:
     )
 
 
-def side_values(program: Program) -> dict[str, Any]:
+def run_program(
+    program: Program, backend: Backend, meter: OpMeter
+) -> tuple[dict[int, BlockRun], dict[str, Any]]:
+    """Return one run of every block graph by index, and all values of a program by name.
+
+    Raises:
+        TraceError: an op cannot run on fake tensors; names the op, its module and line.
+    """
+    runs: dict[int, BlockRun] = {}
+    with around_step(program.autocast if backend == "cpu" else None):
+        values = _side_values(program, _casts(program, backend))
+        buffers = {storage_key(values[name]) for name in program.side_states}
+        for call in program.calls:
+            if call.graph not in runs:
+                graph = program.graphs[call.graph]
+                inputs = [values[name] for name in call.args]
+                runs[call.graph] = run_block(
+                    graph, inputs, backend, meter, call.fqn, buffers, _casts(program, backend)
+                )
+            values.update(zip(call.outs, runs[call.graph].outputs, strict=True))
+    return runs, values
+
+
+def true_metas(program: Program, backend: Backend) -> dict[str, TensorMeta]:
+    """Return the metas of a program's values as they are on a device.
+
+    They are those of the capture, but for the dtypes of call results under autocast on CUDA.
+    """
+    if backend == "cpu" or program.autocast is None:
+        return dict(program.metas)
+    with FakeTensorMode(), torch.enable_grad():
+        _, values = run_program(program, backend, OpMeter(backend, program.autocast))
+    return {
+        name: replace(meta, dtype=values[name].dtype)
+        if isinstance(values.get(name), torch.Tensor)
+        else meta
+        for name, meta in program.metas.items()
+    }
+
+
+def _casts(program: Program, backend: Backend) -> CudaAutocast | None:
+    """Return the casts that stand for autocast where its own would be those of the CPU."""
+    if backend == "cpu" or program.autocast is None:
+        return None
+    return CudaAutocast(program.autocast)
+
+
+def _side_values(program: Program, casts: CudaAutocast | None) -> dict[str, Any]:
     """Return fake tensors for the batch inputs, constants and side values of a program."""
     values: dict[str, Any] = {}
     for name, meta in zip(program.inputs, program.input_metas, strict=True):
@@ -70,7 +119,8 @@ def side_values(program: Program) -> dict[str, Any]:
     for name in program.side_states:
         values[name] = _fake(program.metas[name])
     for op in program.side_ops:
-        values[op.name] = _execute(op, values, op.target, "")
+        function = op.target if casts is None else casts.around(op.target, op)
+        values[op.name] = _execute(op, values, function, "")
     return values
 
 
@@ -98,6 +148,7 @@ def run_block(
     meter: OpMeter,
     block_fqn: str,
     buffers: Set[int] = frozenset(),
+    casts: CudaAutocast | None = None,
 ) -> BlockRun:
     """Run a block's ops one by one and record what autograd keeps and what each op costs.
 
@@ -108,6 +159,7 @@ def run_block(
         meter: measures each op alone.
         block_fqn: for messages.
         buffers: storages of buffers that inputs may view; what autograd keeps of those is free.
+        casts: stand for autocast on CUDA; on the CPU the caller runs under it.
 
     Raises:
         TraceError: an op cannot run on fake tensors; names the op, its module and line.
@@ -136,6 +188,8 @@ def run_block(
             _StateCasts(run, op, states),
         ):
             function = replacement(op.target, backend)
+            if casts is not None:
+                function = casts.around(function, op)
             run.values[op.name] = _execute(op, run.values, function, block_fqn)
         kept = _told(op, run.values, kept)
         kept = with_true_statistics(bare(op), run.values, kept, backend)

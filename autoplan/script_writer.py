@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from autoplan.autocast import InAutocast
+from autoplan.backends import Backend
 from autoplan.bundler import Bundle, bundle
 from autoplan.calls import written_places
 from autoplan.collectives import Redistribute
@@ -29,6 +30,7 @@ from autoplan.plan import BlockPlan, Plan
 from autoplan.processes import ensure_process_group, exit_worker, seed_ranks
 from autoplan.program import BlockGraph, Program, TensorMeta
 from autoplan.recompute import KeepPlan, keep_plan
+from autoplan.runner import true_metas
 from autoplan.script_text import HEAD, TAIL, model_text
 from autoplan.sharders import store_in_float32
 from autoplan.stages import (
@@ -93,6 +95,8 @@ def write_script(plan: Plan, loaded: LoadedModel, spec: str) -> str:
             op; says which.
     """
     program = captured_for(plan, loaded.model, loaded.batch, loaded.loss_fn)
+    backend: Backend = "cuda" if plan.provenance.get("backend_rules") == "cuda" else "cpu"
+    program = dataclasses.replace(program, metas=true_metas(program, backend))
     return _Script(plan, program, loaded.model).text(spec, loaded)
 
 

@@ -35,6 +35,7 @@ class BlockMemory:
         parameter_grads: bytes of parameter gradients that the backward makes.
         held_inputs: names of the activation inputs in `kept`.
         held_outputs: names of the outputs whose storage is in `kept`.
+        held_output_bytes: bytes of those.
     """
 
     kept: int
@@ -45,6 +46,7 @@ class BlockMemory:
     parameter_grads: int
     held_inputs: tuple[str, ...] = ()
     held_outputs: tuple[str, ...] = ()
+    held_output_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

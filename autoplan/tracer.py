@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from autoplan.autocast import around_step
 from autoplan.backends import Backend
 from autoplan.batches import LossFn
 from autoplan.capturer import capture
@@ -37,7 +36,7 @@ from autoplan.kernels import storage_bytes, storage_key, tensors_in
 from autoplan.opaque import OpaqueCall
 from autoplan.opcost import RECURRENT_PREFIXES, OpMeter
 from autoplan.program import BlockGraph, Call, Op, Program, TensorMeta
-from autoplan.runner import BlockRun, run_block, side_values
+from autoplan.runner import BlockRun, run_program
 from autoplan.segments import is_random, mutates_input, written_inputs
 from autoplan.sharding import shard_options
 from autoplan.signatures import op_signature
@@ -94,17 +93,8 @@ def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str
     if backend not in ("cpu", "cuda"):
         raise ValueError(f"backend is {backend!r}: it must be 'cpu' or 'cuda'")
     made_by_calls = {out for call in program.calls for out in call.outs}
-    meter = OpMeter(backend, is_autocast=program.autocast is not None)
-    runs: dict[int, BlockRun] = {}
-    with FakeTensorMode(), torch.enable_grad(), around_step(program.autocast):
-        values = side_values(program)
-        buffers = {storage_key(values[name]) for name in program.side_states}
-        for call in program.calls:
-            if call.graph not in runs:
-                graph = program.graphs[call.graph]
-                inputs = [values[name] for name in call.args]
-                runs[call.graph] = run_block(graph, inputs, backend, meter, call.fqn, buffers)
-            values.update(zip(call.outs, runs[call.graph].outputs, strict=True))
+    with FakeTensorMode(), torch.enable_grad():
+        runs, values = run_program(program, backend, OpMeter(backend, program.autocast))
         written = _written_storages(program, runs)
         dimensions = program_dimensions(program)
         blocks = tuple(

@@ -3,14 +3,13 @@
     python benchmarks/executed_plans.py [--json FILE] [--budget SECONDS] [--only TEXT]
 
 A small GPT and a small CNN are trained under every plan of a grid on 1, 2 and 4 gloo processes of
-this machine. First the machine is profiled, as `autoplan profile` does, by as many processes at
-once as will train: on fewer cores than processes each is slower, and so is its profile. Then every
-plan is priced, executed and measured: two steps under a meter of live tensor bytes, then steps
-without it for the time. Before each timed step all ranks run a yardstick, a fixed load that the
-profiling ran too: a step counts in yardsticks, so that what else the machine has to do, and more
-processes than cores, cancel out as far as they slow both alike. A profile is of medians of short
-kernels, which nothing interrupts, and so is the yardstick's own time. Ratios are predicted /
-measured.
+this machine. First the machine is profiled, as `autoplan profile` does. Then every plan is priced,
+executed and measured: two steps under a meter of live tensor bytes, then steps without it for the
+time. Before each timed step all ranks run a yardstick, a fixed load that runs during profiling too:
+a step counts in yardsticks, so that what else the machine has to do, and more processes than cores,
+cancel out as far as they slow both alike. A profile is of medians of short kernels, which little
+interrupts, and so is the yardstick's own time. Even so, give it a quiet machine: on a busy one the
+profile itself is off. Ratios are predicted / measured.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ from autoplan.meter import StorageMeter
 from autoplan.models import LoadedModel
 from autoplan.plan import Plan
 from autoplan.processes import run_worker
-from autoplan.profiles import DeviceProfile, load_profile, save_profile
+from autoplan.profiles import DeviceProfile
 from autoplan.profiles.measure import measure_device
 from autoplan.report import table
 from autoplan.training import global_batch, make_optimizer
@@ -266,43 +265,16 @@ def _work(folder: Path) -> None:
         path.with_suffix(f".{os.environ['RANK']}").write_text(codec.dumps(result))
 
 
-def _measure(out: Path, budget_s: float) -> None:
-    """Profile this process's share of the machine while the other ranks do the same."""
-    if os.environ["WORLD_SIZE"] != "1":
-        dist.init_process_group("gloo")
-        dist.barrier()
+def profile(budget_s: float) -> tuple[DeviceProfile, float]:
+    """Return the profile of one core of this machine, and the yardstick's seconds on one."""
     seconds: list[float] = []
 
     def measured(message: str, fraction: float) -> None:
         seconds.extend(_yardstick())
 
     torch.set_num_threads(1)
-    profile = measure_device("cpu", budget_s=budget_s, with_links=False, progress=measured)
-    if os.environ["RANK"] == "0":
-        save_profile(profile, out)
-        out.with_suffix(".yardstick").write_text(
-            str(YARDSTICK_PRODUCTS * statistics.median(seconds))
-        )
-
-
-def profiles(
-    budget_s: float, worlds: Sequence[int]
-) -> tuple[dict[int, DeviceProfile], dict[int, float]]:
-    """Return per number of processes the profile of this machine, measured by as many at once.
-
-    Also the seconds of the yardstick meanwhile.
-    """
-    links = measure_device("cpu", budget_s=budget_s).intra
-    assert links is not None, "collectives were measured"
-    found, yardsticks = {}, {}
-    with tempfile.TemporaryDirectory() as text:
-        for world in worlds:
-            out = Path(text) / f"{world}.json"
-            arguments = [__file__, "--measure", str(out), "--budget", str(budget_s)]
-            launch(arguments, world, timeout_s=120 + 6 * budget_s, echo=False)
-            found[world] = replace(load_profile(str(out)), intra=links)
-            yardsticks[world] = float(out.with_suffix(".yardstick").read_text())
-    return found, yardsticks
+    found = measure_device("cpu", budget_s=budget_s, progress=measured)
+    return found, YARDSTICK_PRODUCTS * statistics.median(seconds)
 
 
 def run(plans: Mapping[str, Plan]) -> dict[str, list[Measured]]:
@@ -325,7 +297,7 @@ def rows_of(
     listed: Sequence[Case],
     plans: Mapping[str, Plan],
     measured: Mapping[str, Sequence[Measured]],
-    yardsticks: Mapping[int, float],
+    yardstick_s: float,
 ) -> list[Row]:
     """Return one row per case; the step is that of the slowest rank."""
     rows = []
@@ -339,7 +311,7 @@ def rows_of(
                 world_size=case.world_size,
                 predicted_s=plan.predicted.step_time_s,
                 simulated_s=plan.timeline().step_time_s,
-                measured_s=max(r.step_yardsticks for r in ranks) * yardsticks[case.world_size],
+                measured_s=max(r.step_yardsticks for r in ranks) * yardstick_s,
                 clock_s=max(rank.step_time_s for rank in ranks),
                 predicted_bytes=plan.predicted.peak_memory_bytes,
                 measured_bytes=tuple(
@@ -446,20 +418,16 @@ def main() -> None:
     """Profile, plan, execute, and print the tables."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--json", type=Path, default=None, help="also write rows and summary")
-    parser.add_argument("--budget", type=float, default=20.0, help="seconds of each profiling")
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds of profiling")
     parser.add_argument("--only", default="", help="only plans whose name contains this")
     parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--measure", type=Path, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
         run_worker(lambda: _work(options.worker))
-    if options.measure is not None:
-        run_worker(lambda: _measure(options.measure, options.budget))
     listed = [case for case in cases() if options.only in case.name]
-    worlds = sorted({case.world_size for case in listed})
-    measured_profiles, yardsticks = profiles(options.budget, worlds)
-    plans = {case.name: make_plan(case, measured_profiles[case.world_size]) for case in listed}
-    rows = rows_of(listed, plans, run(plans), yardsticks)
+    measured, yardstick_s = profile(options.budget)
+    plans = {case.name: make_plan(case, measured) for case in listed}
+    rows = rows_of(listed, plans, run(plans), yardstick_s)
     print(report(rows))
     if options.json is not None:
         document = {"summary": summary(rows), "rows": [codec.encode(row) for row in rows]}

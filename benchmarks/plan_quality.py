@@ -9,7 +9,7 @@ ZeRO-1/3     the ZeRO stage fixed, as Megatron-LM and FSDP fix it
 sequence     placements first, as fast as can be, then recomputation under them
 
 Cells are predicted step times over that of the joint plan, by the same cost model; `-` where none
-fits. None is below 1 but by what sampling a frontier at a few points misses.
+fits. None is below 1 but by what covering a frontier within its tolerance misses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from autoplan.models import LoadedModel, load_model
 from autoplan.optimizing import find_plan
 from autoplan.planner import Planner, make_planner
 from autoplan.report import table
-from autoplan.search.frontier import choice_frontier
+from autoplan.search.frontier import frontier_cover
 from autoplan.search.problem import ChoiceProblem
 from autoplan.times import Timer
 
@@ -70,7 +70,7 @@ MODELS: Mapping[str, Callable[[], LoadedModel]] = {
 
 CLUSTERS = ("1x8:a100_sxm_80gb", "4x8:h100_sxm_80gb", "8x8:a100_sxm_40gb", "32x8:a100_sxm_80gb")
 _ROWS_PER_DEVICE = 4
-_SLACK = 0.995  # frontiers are samples: a restriction may be given a luckier one
+_SLACK = 0.995  # the tolerance of frontiers: a restriction may be luckier
 
 
 class SequentialFrontiers(Frontiers):
@@ -91,8 +91,11 @@ class SequentialFrontiers(Frontiers):
         found = {plain.key: plain}
         if any(op.saved for op in block.ops):
             model = ChoiceModel(block, timer, whole, region=True)
-            points = choice_frontier(
-                _with_axes(model, plain.axes), points=self.points, time_limit_s=self.time_limit_s
+            points = frontier_cover(
+                _with_axes(model, plain.axes),
+                tolerance=self.tolerance or 0.0,
+                points=self.points,
+                time_limit_s=self.time_limit_s,
             )
             for decision in map(model.read, points):
                 found[decision.key] = decision

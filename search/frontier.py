@@ -9,6 +9,10 @@ is split at half its memory, until there are enough points or every rectangle is
                                              that `lower` does not already stand for
     new   = fastest(limit)                   fastest, then least memory: on the frontier
 
+What the planner takes is not a sample of so many points but a cover: few points such that for every
+point of the frontier there is one that is no larger and at most a given share slower. A mix of
+blocks then loses no more than that share either, whatever the limit on their total.
+
 A block that is too wide for that is solved by CP-SAT once per limit (choice.py).
 """
 
@@ -29,7 +33,14 @@ from autoplan.search.evaluate import verify_choice_problem
 from autoplan.search.labels import Label, TooManyLabelsError, cheapest, pareto, supported
 from autoplan.search.problem import ChoiceProblem, ChoiceSolution
 
-__all__ = ["Eliminations", "choice_frontier", "fastest_choice", "whole_frontier"]
+__all__ = [
+    "Eliminations",
+    "choice_frontier",
+    "covering_points",
+    "fastest_choice",
+    "frontier_cover",
+    "whole_frontier",
+]
 
 _Fastest = Callable[[int, ChoiceSolution], ChoiceSolution | None]
 
@@ -158,6 +169,63 @@ def choice_frontier(
     return tuple(
         _proven(problem, Label(time=p.time, memory=p.memory, options=p.options)) for p in chosen
     )
+
+
+def frontier_cover(
+    problem: ChoiceProblem,
+    *,
+    tolerance: float,
+    points: int,
+    time_limit_s: float,
+    eliminations: Eliminations | None = None,
+) -> tuple[ChoiceSolution, ...]:
+    """Return Pareto points by descending memory that stand for all others within a tolerance.
+
+    Args:
+        problem: what to choose.
+        tolerance: share of its time by which a point may be replaced by a slower one.
+        points: of a block too wide for elimination, of which a sample is taken.
+        time_limit_s: for that.
+        eliminations: steps that are known from problems before this one.
+
+    Returns:
+        For every point of the frontier there is one of at most its memory and at most
+        `1 + tolerance` times its time; both ends are there. As `choice_frontier` where the block is
+        too wide. Of a frontier with too many points to enumerate, the supported ones are covered.
+
+    Raises:
+        ValueError: if the problem is malformed or the tolerance is negative.
+    """
+    if tolerance < 0:
+        raise ValueError(f"tolerance is {tolerance}: use at least 0")
+    every = whole_frontier(problem, eliminations=eliminations)
+    if every is None:
+        return choice_frontier(
+            problem, points=points, time_limit_s=time_limit_s, eliminations=eliminations
+        )
+    return tuple(
+        _proven(problem, Label(time=p.time, memory=p.memory, options=p.options))
+        for p in covering_points(every, tolerance)
+    )
+
+
+def covering_points(
+    every: Sequence[ChoiceSolution], tolerance: float
+) -> tuple[ChoiceSolution, ...]:
+    """Return few points that cover a frontier (fastest first) within a tolerance, ends included.
+
+    The first point that is not covered yet is covered by the leanest that is allowed to.
+    """
+    chosen = list(every[:1])
+    last = 0
+    for first, point in enumerate(every):
+        if point.memory >= chosen[-1].memory:
+            continue
+        last = max(last, first)
+        while last + 1 < len(every) and every[last + 1].time <= point.time * (1 + tolerance):
+            last += 1
+        chosen.append(every[last])
+    return tuple(chosen)
 
 
 def _sample(

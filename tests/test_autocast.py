@@ -9,12 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autoplan.backends import Backend
 from autoplan.capturer import capture
+from autoplan.runner import true_metas
 from autoplan.tracer import trace
 from tests.kept_bytes import kept_by_autograd, kept_by_trace
 from tests.models_for_tests import ConvNet, TinyGPT, mean_square
 from tests.numerics import compare
 from tests.programs import gradients_of, run_program
+
+BACKENDS: tuple[Backend, ...] = ("cpu", "cuda")
 
 
 def token_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -137,3 +141,50 @@ def test_names_in_a_region_may_be_those_of_ops_outside() -> None:
     got, found = run_program(capture(model, x, mean_square), model, [x])
     torch.testing.assert_close(got, want.detach())
     assert compare(found, gradients_of(want, model)) == []
+
+
+class OnDevice(nn.Module):
+    """A norm, a product, a softmax, and a cast that says what it wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.inner(self.norm(self.inner(x))).softmax(-1)
+        out: torch.Tensor = scores.to(torch.bfloat16)
+        return out
+
+
+def test_a_trace_for_cuda_casts_what_autocast_casts_there() -> None:
+    model, x = nn.Sequential(OnDevice()), torch.randn(4, 8)
+    dtypes: dict[str, dict[str, str]] = {}
+    for backend in BACKENDS:
+        result = trace(model, x, mean_square, backend=backend, autocast=torch.bfloat16)
+        ops = [op for block in result.blocks for op in block.ops]
+        dtypes[backend] = {op.target.split(".")[1]: op.dtype for op in reversed(ops)}
+    assert dtypes["cpu"]["layer_norm"] == "bfloat16"
+    assert dtypes["cuda"]["layer_norm"] == "float32"
+    assert dtypes["cuda"]["softmax"] == "float32"
+    assert dtypes["cuda"]["linear"] == dtypes["cpu"]["linear"] == "bfloat16"
+    assert dtypes["cuda"]["to"] == dtypes["cpu"]["to"] == "bfloat16"
+
+
+def test_a_loss_keeps_float32_on_cuda_under_autocast() -> None:
+    model, batch, loss_fn = gpt(0.0)
+    result = trace(model, batch, loss_fn, backend="cuda", autocast=torch.bfloat16)
+    (loss,) = (op for b in result.blocks for op in b.ops if "cross_entropy" in op.target)
+    logits = 2 * 16 * 50
+    assert sorted(saved.nbytes for saved in loss.saved)[-1] == 4 * logits
+    casts = [cast for b in result.blocks for op in b.ops for cast in op.casts]
+    assert casts
+    assert result.fingerprint == trace(model, batch, loss_fn, autocast=torch.bfloat16).fingerprint
+
+
+def test_values_that_cross_stages_have_the_dtype_of_the_device() -> None:
+    inner = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3)))
+    program = capture(inner, torch.randn(2, 8), mean_square, autocast=torch.bfloat16)
+    crossing = program.calls[0].outs[0]
+    assert true_metas(program, "cpu") == dict(program.metas)
+    assert program.metas[crossing].dtype is torch.bfloat16
+    assert true_metas(program, "cuda")[crossing].dtype is torch.float32

@@ -50,6 +50,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "dimensions",
         "runner",
         "signatures",
+        "cuda_autocast",
         "layout_check",
         "tracer",
     ),

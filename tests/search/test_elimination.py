@@ -11,7 +11,13 @@ from autoplan.search.choice import solve_choice
 from autoplan.search.elimination import eliminate, structure_of
 from autoplan.search.evaluate import choice_cost
 from autoplan.search.exhaustive import best_choice, pareto_choices
-from autoplan.search.frontier import Eliminations, choice_frontier, fastest_choice, whole_frontier
+from autoplan.search.frontier import (
+    Eliminations,
+    choice_frontier,
+    fastest_choice,
+    frontier_cover,
+    whole_frontier,
+)
 from autoplan.search.labels import supported
 from autoplan.search.problem import ChoiceOption, ChoiceProblem, ChoiceSolution
 from tests.search.profiles import few, many
@@ -91,6 +97,21 @@ def test_supported_points_are_pareto_points_with_both_ends(problem: ChoiceProble
     got = [(label.time, label.memory) for label in supported(steps, steps.costs(problem))]
     assert set(got) <= set(expected)
     assert (got[:1], got[-1:]) == (list(expected[:1]), list(expected[-1:]))
+
+
+@few
+@given(problem=choice_problems(max_ops=6), tolerance=st.sampled_from((0.0, 0.1, 0.5)))
+def test_a_cover_has_a_stand_in_for_every_point_and_both_ends(
+    problem: ChoiceProblem, tolerance: float
+) -> None:
+    expected = pareto_choices(problem)
+    cover = costs_of(frontier_cover(problem, tolerance=tolerance, points=99, time_limit_s=20))
+    assert set(cover) <= set(expected)
+    assert (cover[:1], cover[-1:]) == (expected[:1], expected[-1:])
+    for time, memory in expected:
+        assert any(t <= time * (1 + tolerance) and m <= memory for t, m in cover)
+    if tolerance == 0:
+        assert cover == expected
 
 
 def test_equally_good_options_give_the_smallest_index() -> None:

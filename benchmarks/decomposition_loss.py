@@ -1,0 +1,148 @@
+"""What deciding block by block loses: `python -m benchmarks.decomposition_loss`.
+
+A few equal blocks in a row are decided flat: one choice problem over all ops, the whole frontier.
+Beside it stands what the search does: a cover of each block's own frontier, and the best mix of
+blocks under a total. Both with the linear memory of level 1. The loss is the largest excess of time
+over the flat answer at any limit of memory that both can meet, in two parts:
+
+cover     the flat answer too has whole values at the borders of blocks, as emitted plans have
+borders   the flat answer may hand values over in any placement: what that freedom would be worth
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autoplan.block_choice import ChoiceModel
+from autoplan.frontiers import Frontiers
+from autoplan.graph import BlockTrace, OpTrace
+from autoplan.models import load_model
+from autoplan.planner import make_planner
+from autoplan.report import table
+from autoplan.search.frontier import covering_points, whole_frontier
+from autoplan.times import Timer
+
+__all__ = ["chained", "largest_loss", "loss_rows", "mixed"]
+
+MOST_LOSS = 0.005
+_MODELS = (("gpt2", None), ("gpt3-175b", None), ("llama3-8b", 4096))
+_DEGREES = (1, 2, 8)
+_BLOCKS = 3
+
+Points = Sequence[tuple[int, int]]
+"""(time, memory), faster first."""
+
+
+def chained(block: BlockTrace, count: int) -> BlockTrace:
+    """Return `count` copies of a block in a row as one block; a side input is shared.
+
+    Raises:
+        ValueError: the block has not one activation in and one out.
+    """
+    enters = [value.name for value in block.inputs if value.is_activation]
+    if len(enters) != 1 or len(block.outputs) != 1:
+        raise ValueError(f"{block.name} has {len(enters)} inputs and {len(block.outputs)} outputs")
+    states, ops = list(block.states), list(block.ops)
+    last = block.outputs[0]
+    own = [s.name for s in block.states] + [op.name for op in block.ops]
+    for number in range(1, count):
+        names = {value.name: value.name for value in block.inputs} | {enters[0]: last}
+        names |= {name: f"{name}@{number}" for name in own}
+        states += [replace(s, name=names[s.name], fqn=f"{s.fqn}@{number}") for s in block.states]
+        ops += [_renamed(op, names) for op in block.ops]
+        last = names[block.outputs[0]]
+    return replace(block, states=tuple(states), ops=tuple(ops), outputs=(last,))
+
+
+def _renamed(op: OpTrace, names: Mapping[str, str]) -> OpTrace:
+    return replace(
+        op,
+        name=names[op.name],
+        inputs=tuple(names[name] for name in op.inputs),
+        storage=names.get(op.storage, op.storage),
+        saved=tuple(replace(t, value=names.get(t.value, t.value)) for t in op.saved),
+        casts=tuple(replace(t, value=names.get(t.value, t.value)) for t in op.casts),
+    )
+
+
+def mixed(points: Points, count: int) -> list[tuple[int, int]]:
+    """Return the undominated sums of `count` points."""
+    sums: list[tuple[int, int]] = [(0, 0)]
+    for _ in range(count):
+        every = sorted({(t + own[0], m + own[1]) for t, m in sums for own in points})
+        sums = []
+        for point in every:
+            if not sums or point[1] < sums[-1][1]:
+                sums.append(point)
+    return sums
+
+
+def largest_loss(flat: Points, decomposed: Points) -> float:
+    """Return the largest relative excess of time at equal limits of memory."""
+    worst = 0.0
+    for time, limit in flat:
+        own = next((t for t, memory in decomposed if memory <= limit), None)
+        if own is not None:
+            worst = max(worst, (own - time) / time)
+    return worst
+
+
+def loss_rows(
+    name: str, seq: int | None, degrees: Sequence[int] = _DEGREES
+) -> list[dict[str, Any]]:
+    """Return the losses of the most frequent block class of a preset, per degree and mode."""
+    loaded = load_model(name, seq=seq)
+    planner = make_planner(loaded.model, "1x8:a100_sxm_80gb", loaded.batch, global_batch_size=8)
+    pricer = planner.pricer(1)
+    uses = Counter(call.block for call in pricer.trace.calls)
+    block = pricer.trace.blocks[uses.most_common(1)[0][0]]
+    rows: list[dict[str, Any]] = []
+    for degree in degrees:
+        for region in (False, True):
+            rows.append({"model": name, "tp": degree, "region": region})
+            rows[-1] |= _losses(block, pricer.timer(degree), region)
+    return rows
+
+
+def _losses(block: BlockTrace, timer: Timer, region: bool) -> dict[str, Any]:
+    own = ChoiceModel(block, timer, frozenset(), region)
+    flat = ChoiceModel(chained(block, _BLOCKS), timer, frozenset(), region)
+    whole, free = whole_frontier(own.problem), whole_frontier(flat.problem)
+    if whole is None or free is None:
+        return {"points": None, "cover": None, "borders": None}
+    cover = covering_points(whole, Frontiers().tolerance or 0.0)
+    mix = mixed([(p.time, p.memory) for p in cover], _BLOCKS)
+    same_borders = mixed([(p.time, p.memory) for p in whole], _BLOCKS)
+    scaled = [(time, memory * own.unit // flat.unit) for time, memory in mix]
+    return {
+        "points": f"{len(cover)} of {len(whole)}",
+        "cover": largest_loss(same_borders, mix),
+        "borders": largest_loss([(p.time, p.memory) for p in free], scaled),
+    }
+
+
+def main() -> None:
+    """Print the table, and leave with 1 where the loss of a cover is above the limit."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the numbers to this file too")
+    arguments = parser.parse_args()
+    rows = [row for name, seq in _MODELS for row in loss_rows(name, seq)]
+    shown = [
+        tuple(f"{v:.3%}" if isinstance(v, float) else str(v) for v in row.values()) for row in rows
+    ]
+    print(table([tuple(rows[0]), *shown]))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if max(row["cover"] or 0.0 for row in rows) > MOST_LOSS:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
