@@ -106,7 +106,10 @@ class _MeanLoss:
     @property
     def __name__(self) -> str:
         """Return a readable name."""
-        return "mean_over_step"
+        target = self.target
+        if isinstance(target, torch._ops.OpOverload):
+            return f"step_mean_{target._schema.name.partition('::')[2]}"
+        return f"step_mean_{target.__name__}"
 
     def __call__(self, logits: torch.Tensor, target: torch.Tensor, *others: Any) -> torch.Tensor:
         """Return this micro-batch's share of the mean."""

@@ -161,10 +161,7 @@ def test_another_world_size_is_refused_with_the_numbers() -> None:
 def test_a_batch_of_another_size_is_refused() -> None:
     plan = hand_plan(program_of("gpt"), "GPT", num_microbatches=3)
     (message,) = run_workers(_error, 1, "gpt", plan, ROWS)
-    assert (
-        "ValueError: this rank's batch has 2 rows in ['input_ids'], it must have 6"
-        in message
-    )
+    assert "ValueError: this rank's batch has 2 rows in ['input_ids'], it must have 6" in message
 
 
 def _unlike(rank: int, plan: Plan) -> str:
@@ -203,7 +200,7 @@ def test_code_shows_what_a_stage_runs() -> None:
     first, second = run_workers(_code, 2, plan)
     assert "aten.embedding.default(" in first
     assert "def stage0(call, side, " in first
-    assert "cross_entropy_loss = mean_over_step(" in second
+    assert "step_mean_cross_entropy_loss(" in second
 
 
 def _dropout_losses(rank: int, plan: Mapping[str, Any]) -> list[tuple[float, float]]:

@@ -68,6 +68,21 @@ FOUND = (
         optimizer="sgd",
         seed=91,
     ),
+    # An in-place op wrote to a slice that was a view.
+    Draw(
+        family="mixtral",
+        dp=1,
+        tp=2,
+        pp=1,
+        zero_stage=0,
+        microbatch_size=1,
+        num_microbatches=2,
+        schedule="1f1b",
+        layout="random",
+        recompute="mixed",
+        optimizer="sgd",
+        seed=7212,
+    ),
     # More ranks than key-value heads.
     Draw(
         family="llama",
