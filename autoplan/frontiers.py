@@ -25,7 +25,7 @@ from autoplan.times import Timer
 __all__ = ["Decision", "Frontiers", "block_decisions", "fastest_ops_s", "plain_decision"]
 
 _POINTS = 12
-_TOLERANCE = 0.0025
+_TOLERANCE = 0.005
 _TIME_LIMIT_S = 5.0
 _TICK_S = 1e-9
 
