@@ -8,6 +8,7 @@ from autoplan.costs import Pricer
 from autoplan.frontiers import Decision
 from autoplan.settings import Setting
 from autoplan.stage_costs import BlockCosts, BlockSeconds, PlanCosts, StageCosts
+from autoplan.step_costs import slowdown_s
 from autoplan.times import overlaps_communication
 
 __all__ = ["plan_costs"]
@@ -64,18 +65,28 @@ def _title(pricer: Pricer, call: int) -> str:
 
 
 def _seconds(pricer: Pricer, setting: Setting, call: int, decision: Decision) -> BlockSeconds:
+    """Return seconds of a block, with what its collectives and kernels cost each other."""
     base = pricer.base(pricer.trace.calls[call].block, decision, setting.tp)
-    gather_s, reduce_s = pricer.zero_seconds(pricer.group(call, decision, setting, set()), setting)
+    group = pricer.group(call, decision, setting, set())
+    gather_s, reduce_s = pricer.zero_seconds(group, setting)
+    slow_forward_s = slow_backward_s = 0.0
+    if overlaps_communication(pricer.cluster):
+        regathered_s = gather_s if setting.zero_stage == 3 else 0.0
+        reduced_s = reduce_s if setting.zero_stage >= 2 else 0.0
+        forward_s = base.compute_forward_s + base.comm_forward_s
+        backward_s = base.compute_backward_s + base.comm_backward_s + base.redo_s
+        slow_forward_s = slowdown_s(regathered_s, forward_s)
+        slow_backward_s = slowdown_s(regathered_s + reduced_s, backward_s)
     return BlockSeconds(
-        forward=base.compute_forward_s,
-        backward=base.compute_backward_s,
+        forward=base.compute_forward_s + slow_forward_s,
+        backward=base.compute_backward_s + slow_backward_s,
         weight_backward=base.weight_backward_s,
         recompute=base.redo_s - base.redo_comm_s,
         forward_tensor_parallel=base.comm_forward_s,
         backward_tensor_parallel=base.comm_backward_s,
         recompute_tensor_parallel=base.redo_comm_s,
-        gather=gather_s,
-        reduce=reduce_s,
+        gather=gather_s + slow_forward_s,
+        reduce=reduce_s + max(0.0, slow_backward_s - slow_forward_s),
         optimizer=pricer.price(call, decision, setting).once_by_category["optimizer"],
     )
 

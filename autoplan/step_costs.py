@@ -17,6 +17,7 @@ __all__ = [
     "exposed_s",
     "optimizer_bytes",
     "pipeline_step_s",
+    "slowdown_s",
     "transfer_s",
 ]
 
@@ -90,11 +91,13 @@ def exposed_s(communication_s: float, compute_s: float) -> float:
     Both slow down by `INTERFERENCE` while they run at once; what is left of the longer one runs
     alone (Miao et al. 2022, Galvatron, section 4.1).
     """
-    if communication_s == 0.0:
-        return 0.0
-    shared_s = INTERFERENCE * min(communication_s, compute_s)
-    alone_s = max(communication_s, compute_s) - min(communication_s, compute_s)
-    return shared_s + alone_s - compute_s
+    longest_s = max(communication_s, compute_s)
+    return longest_s + slowdown_s(communication_s, compute_s) - compute_s
+
+
+def slowdown_s(communication_s: float, compute_s: float) -> float:
+    """Return by how much each of two pieces of work is longer because they run at once."""
+    return (INTERFERENCE - 1) * min(communication_s, compute_s)
 
 
 def optimizer_bytes(group: GroupBytes, setting: Setting, workload: Workload) -> float:
