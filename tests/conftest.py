@@ -1,9 +1,22 @@
-"""No test reads what was measured on this machine."""
+"""No test reads what was measured on this machine, or leaves a process group to those after it."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
 
 from autoplan.profiles.op_times import CACHE_VARIABLE
 
 os.environ[CACHE_VARIABLE] = "off"
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """Fail the test that leaves one: processes forked from here could make none of their own."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test left a process group")

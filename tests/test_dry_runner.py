@@ -55,15 +55,15 @@ def _large(rank: int) -> tuple[list[Any], bool]:
         zero_stage=1,
         recompute="full",
     ).plan
-    runs = dry_run(plan, loaded, (5, 1023))
+    runs = dry_run(plan, loaded, (1023,))
     is_on_meta = all(p.is_meta for p in loaded.model.parameters())
     return list(runs), is_on_meta
 
 
-def test_ranks_of_a_plan_for_1024_gpus_run_in_one_process() -> None:
+def test_a_rank_of_a_plan_for_1024_gpus_runs_in_one_process() -> None:
     runs, is_on_meta = _in_a_process(_large)
     assert is_on_meta
-    assert [(run.rank, run.stage) for run in runs] == [(5, 0), (1023, 3)]
+    assert [(run.rank, run.stage) for run in runs] == [(1023, 3)]
     assert all(abs(run.error) < 0.25 for run in runs), runs
 
 
