@@ -1,4 +1,4 @@
-"""What deciding block by block loses: `python -m benchmarks.decomposition_loss`.
+"""What deciding block by block loses: `python benchmarks/decomposition_loss.py`.
 
 A few equal blocks in a row are decided flat: one choice problem over all ops, the whole frontier.
 Beside it stands what the search does: a cover of each block's own frontier, and the best mix of
@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from autoplan.block_choice import ChoiceModel
 from autoplan.frontiers import Frontiers

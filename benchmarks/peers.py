@@ -1,4 +1,4 @@
-"""Our search beside other planners on the same questions: `python -m benchmarks.peers FOLDER`.
+"""Our search beside other planners on the same questions: `python benchmarks/peers.py FOLDER`.
 
 FOLDER holds `piper/*.json`, the profiled layer graphs of Piper (NeurIPS 2021; msr-fiddle/piper).
 
@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from autoplan.cluster import Cluster
 from autoplan.models import load_model

@@ -1,4 +1,4 @@
-"""What each dimension of the search is worth: `python -m benchmarks.plan_quality`.
+"""What each dimension of the search is worth: `python benchmarks/plan_quality.py`.
 
 Every model is planned for every cluster by the joint search, and again with one freedom taken away:
 
@@ -24,6 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from autoplan.block_choice import ChoiceModel, Decision
 from autoplan.errors import InfeasibleError, SearchLimitError

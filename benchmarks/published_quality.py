@@ -1,4 +1,4 @@
-"""Our plan beside the published one: `python -m benchmarks.published_quality FILE.csv ...`.
+"""Our plan beside the published one: `python benchmarks/published_quality.py FILE.csv ...`.
 
 A row of published measurements gives a model, a cluster, a batch and the configuration that its
 authors tuned. The configuration is priced by `autoplan.estimate`, the model is planned by
@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import autoplan
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from autoplan.errors import AutoplanError
 from autoplan.report import table
 from benchmarks.published_models import Decoder, batch_of

@@ -1,4 +1,4 @@
-"""Print how long a plan takes from the module on: `python -m benchmarks.search_speed`.
+"""Print how long a plan takes from the module on: `python benchmarks/search_speed.py`.
 
 Every case runs in a process of its own: the model is built on the meta device, then traced and
 searched. `plan s` is what `autoplan.optimize` takes, `process s` includes starting Python and the
@@ -160,7 +160,7 @@ def measure(case: Case) -> dict[str, Any]:
 def _apart(name: str) -> dict[str, Any]:
     paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-m", "benchmarks.search_speed", "--one", name]
+    command = [sys.executable, str(Path(__file__).resolve()), "--one", name]
     started = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=_ROOT)
     if done.returncode:

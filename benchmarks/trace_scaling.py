@@ -1,4 +1,4 @@
-"""Print how tracing scales with depth and size: `python -m benchmarks.trace_scaling`.
+"""Print how tracing scales with depth and size: `python benchmarks/trace_scaling.py`.
 
 depth    a GPT of 96 layers over one of 12, in one process: both are traced in turn, several
          times, and the least times are compared
@@ -72,7 +72,7 @@ def preset_cost(name: str) -> dict[str, Any]:
 def _apart(arguments: Sequence[str]) -> Any:
     paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-m", "benchmarks.trace_scaling", *arguments]
+    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
     text = subprocess.run(
         command, check=True, capture_output=True, text=True, env=environment, cwd=_ROOT
     ).stdout
