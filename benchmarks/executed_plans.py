@@ -19,7 +19,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +37,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import autoplan
 from autoplan import codec
-from autoplan.launcher import launch
 from autoplan.meter import StorageMeter
 from autoplan.models import LoadedModel
 from autoplan.plan import Plan
@@ -48,6 +46,7 @@ from autoplan.profiles.measure import measure_device
 from autoplan.report import table
 from autoplan.training import global_batch, make_optimizer
 from autoplan.units import format_bytes, format_seconds
+from benchmarks.launched_plans import launch_plans, work_through
 from examples.gpt import GPT, GPTConfig, batch_like, loss_fn
 
 __all__ = ["CNN", "Case", "Measured", "Row", "cases", "rank_correlation", "rows_of", "summary"]
@@ -258,13 +257,6 @@ def _yardstick() -> list[float]:
     return seconds
 
 
-def _work(folder: Path) -> None:
-    """Execute every plan in a folder on this rank and write what was measured beside it."""
-    for path in sorted(folder.glob("*.plan")):
-        result = execute(Plan.load(path))
-        path.with_suffix(f".{os.environ['RANK']}").write_text(codec.dumps(result))
-
-
 def profile(budget_s: float) -> tuple[DeviceProfile, float]:
     """Return the profile of one core of this machine, and the yardstick's seconds on one."""
     seconds: list[float] = []
@@ -275,22 +267,6 @@ def profile(budget_s: float) -> tuple[DeviceProfile, float]:
     torch.set_num_threads(1)
     found = measure_device("cpu", budget_s=budget_s, progress=measured)
     return found, YARDSTICK_PRODUCTS * statistics.median(seconds)
-
-
-def run(plans: Mapping[str, Plan]) -> dict[str, list[Measured]]:
-    """Return per name what each rank measured; one launch per number of processes."""
-    found: dict[str, list[Measured]] = {}
-    for world in sorted({plan.mesh.world_size for plan in plans.values()}):
-        with tempfile.TemporaryDirectory() as text:
-            folder = Path(text)
-            mine = [name for name, plan in plans.items() if plan.mesh.world_size == world]
-            for number, name in enumerate(mine):
-                plans[name].save(folder / f"{number:03d}.plan")
-            launch([__file__, "--worker", text], world, timeout_s=1800, echo=False)
-            for number, name in enumerate(mine):
-                files = [folder / f"{number:03d}.{rank}" for rank in range(world)]
-                found[name] = [codec.loads(Measured, file.read_text()) for file in files]
-    return found
 
 
 def rows_of(
@@ -423,11 +399,12 @@ def main() -> None:
     parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
-        run_worker(lambda: _work(options.worker))
+        run_worker(lambda: work_through(options.worker, execute))
     listed = [case for case in cases() if options.only in case.name]
     measured, yardstick_s = profile(options.budget)
     plans = {case.name: make_plan(case, measured) for case in listed}
-    rows = rows_of(listed, plans, run(plans), yardstick_s)
+    ranks = launch_plans(__file__, plans, Measured, timeout_s=1800)
+    rows = rows_of(listed, plans, ranks, yardstick_s)
     print(report(rows))
     if options.json is not None:
         document = {"summary": summary(rows), "rows": [codec.encode(row) for row in rows]}

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,14 +24,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import autoplan
-from autoplan import codec
-from autoplan.launcher import launch
 from autoplan.models import LoadedModel
 from autoplan.plan import Plan
 from autoplan.processes import run_worker
 from autoplan.report import table
 from autoplan.training import RankResult, train
 from autoplan.units import format_bytes
+from benchmarks.launched_plans import launch_plans, work_through
 from examples.gpt import GPT, GPTConfig, batch_like, loss_fn
 
 __all__ = ["CASES", "PeakCase", "gpt", "make_plan", "stage_peaks"]
@@ -116,42 +114,20 @@ def stage_peaks(results: Sequence[RankResult]) -> list[int]:
     return [max(r.peak_bytes for r in results if r.stage == s) for s in stages]
 
 
-def work(folder: Path) -> None:
-    """Train every plan in a folder on this rank and write what was measured beside it."""
-    rank = int(os.environ["RANK"])
-    for path in sorted(folder.glob("*.plan")):
-        plan = Plan.load(path)
-        result = train(plan, gpt(plan.global_batch_size), STEPS)
-        path.with_suffix(f".{rank}").write_text(codec.dumps(result))
-
-
-def measure(plans: Mapping[str, Plan]) -> dict[str, list[int]]:
-    """Return per name the measured peak of each stage; one launch per number of processes."""
-    peaks: dict[str, list[int]] = {}
-    for world_size in sorted({plan.mesh.world_size for plan in plans.values()}):
-        with tempfile.TemporaryDirectory() as text:
-            folder = Path(text)
-            mine = [name for name, plan in plans.items() if plan.mesh.world_size == world_size]
-            for number, name in enumerate(mine):
-                plans[name].save(folder / f"{number:03d}.plan")
-            launch([__file__, "--worker", text], world_size, timeout_s=600, echo=False)
-            for number, name in enumerate(mine):
-                files = [folder / f"{number:03d}.{rank}" for rank in range(world_size)]
-                peaks[name] = stage_peaks(
-                    [codec.loads(RankResult, file.read_text()) for file in files]
-                )
-    return peaks
+def measured(plan: Plan) -> RankResult:
+    """Train a plan on this rank; return what was measured."""
+    return train(plan, gpt(plan.global_batch_size), STEPS)
 
 
 def main() -> None:
     """Plan, train, and print the table."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     plans = {case.name: make_plan(case) for case in CASES}
-    measured = measure(plans)
+    ranks = launch_plans(__file__, plans, RankResult, timeout_s=600)
     rows = [("plan", "stage", "predicted", "measured", "ratio")]
     ratios = []
     for name, plan in plans.items():
-        pairs = zip(plan.predicted.peak_memory_bytes, measured[name], strict=True)
+        pairs = zip(plan.predicted.peak_memory_bytes, stage_peaks(ranks[name]), strict=True)
         for stage, (predicted, peak) in enumerate(pairs):
             ratios.append(predicted / peak)
             sizes = (format_bytes(predicted), format_bytes(peak))
@@ -164,5 +140,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        run_worker(lambda: work(Path(sys.argv[2])))
+        run_worker(lambda: work_through(Path(sys.argv[2]), measured))
     main()

@@ -1,0 +1,49 @@
+"""Run many plans on processes of this machine, one launch per number of processes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from autoplan import codec
+from autoplan.launcher import launch
+from autoplan.plan import Plan
+
+__all__ = ["launch_plans", "work_through"]
+
+Result = TypeVar("Result")
+
+
+def launch_plans(
+    script: str, plans: Mapping[str, Plan], kind: type[Result], *, timeout_s: float
+) -> dict[str, list[Result]]:
+    """Return per name what each rank measured.
+
+    Args:
+        script: is started as `script --worker FOLDER` on every rank, and calls `work_through`.
+        plans: by name.
+        kind: of what a rank measures of a plan.
+        timeout_s: of each launch.
+    """
+    found: dict[str, list[Result]] = {}
+    for world in sorted({plan.mesh.world_size for plan in plans.values()}):
+        with tempfile.TemporaryDirectory() as text:
+            folder = Path(text)
+            mine = [name for name, plan in plans.items() if plan.mesh.world_size == world]
+            for number, name in enumerate(mine):
+                plans[name].save(folder / f"{number:03d}.plan")
+            launch([script, "--worker", text], world, timeout_s=timeout_s, echo=False)
+            for number, name in enumerate(mine):
+                files = [folder / f"{number:03d}.{rank}" for rank in range(world)]
+                found[name] = [codec.loads(kind, file.read_text()) for file in files]
+    return found
+
+
+def work_through(folder: Path, execute: Callable[[Plan], object]) -> None:
+    """Execute every plan in a folder on this rank and write what was measured beside it."""
+    rank = int(os.environ["RANK"])
+    for path in sorted(folder.glob("*.plan")):
+        path.with_suffix(f".{rank}").write_text(codec.dumps(execute(Plan.load(path))))
