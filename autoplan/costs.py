@@ -58,6 +58,16 @@ class _BlockBase:
     redo_comm_s: float
     weight_backward_s: float
 
+    @property
+    def forward_s(self) -> float:
+        """Return seconds of one micro-batch's forward, without data-parallel collectives."""
+        return self.compute_forward_s + self.comm_forward_s
+
+    @property
+    def backward_s(self) -> float:
+        """Return seconds of its backward, what runs again included, without them likewise."""
+        return self.compute_backward_s + self.comm_backward_s + self.redo_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPrice:
@@ -282,8 +292,7 @@ class Pricer:
         group = self.group(call, decision, setting, set())
         comm = data_parallel_times(group, setting, self.workload, self.cluster)
         regather_s = comm.gather_s if setting.zero_stage >= 3 else 0.0
-        forward = base.compute_forward_s + base.comm_forward_s
-        backward = base.compute_backward_s + base.comm_backward_s + base.redo_s
+        forward, backward = base.forward_s, base.backward_s
         # Gradients of whole parameters that see slices of tokens: summed once into a buffer.
         has_buffer = self.workload.engine.has_gradient_buffer
         summed_s = base.summed_s if has_buffer else 0.0

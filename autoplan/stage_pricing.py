@@ -73,10 +73,8 @@ def _seconds(pricer: Pricer, setting: Setting, call: int, decision: Decision) ->
     if overlaps_communication(pricer.cluster):
         regathered_s = gather_s if setting.zero_stage == 3 else 0.0
         reduced_s = reduce_s if setting.zero_stage >= 2 else 0.0
-        forward_s = base.compute_forward_s + base.comm_forward_s
-        backward_s = base.compute_backward_s + base.comm_backward_s + base.redo_s
-        slow_forward_s = slowdown_s(regathered_s, forward_s)
-        slow_backward_s = slowdown_s(regathered_s + reduced_s, backward_s)
+        slow_forward_s = slowdown_s(regathered_s, base.forward_s)
+        slow_backward_s = slowdown_s(regathered_s + reduced_s, base.backward_s)
     return BlockSeconds(
         forward=base.compute_forward_s + slow_forward_s,
         backward=base.compute_backward_s + slow_backward_s,
