@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,12 +22,14 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from autoplan.models import LoadedModel, load_model
+from benchmarks.apart import run_apart
 
 __all__ = ["CASES", "Case", "measure", "table"]
 
 MOST_GROWTH = 3.0
-_ROOT = Path(__file__).resolve().parent.parent
 # Source: The Llama 3 Herd of Models (2024), Table 3; the depth is the case's own.
 _LLAMA_405B = {
     "model_type": "llama",
@@ -158,11 +158,8 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def _apart(name: str) -> dict[str, Any]:
-    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, str(Path(__file__).resolve()), "--one", name]
     started = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=_ROOT)
+    done = run_apart(__file__, "--one", name)
     if done.returncode:
         raise RuntimeError(f"case {name!r} failed:\n{done.stderr}")
     row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])

@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import resource
 import subprocess
 import sys
@@ -34,13 +33,13 @@ from autoplan.batches import reduce_loss, split_batch
 from autoplan.capturer import capture
 from autoplan.graph import Trace
 from autoplan.tracer import trace, trace_program
+from benchmarks.apart import run_apart
 from benchmarks.architectures import ARCHITECTURES, Example, build
 from benchmarks.kept_bytes import kept_by_trace, kept_tensors, run_captured, surplus
 
 __all__ = ["Row", "measure", "table"]
 
 _TIMEOUT_S = 600
-_ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,19 +198,8 @@ def _bytes_of(kept: Sequence[torch.Tensor]) -> int:
 
 def _measure_apart(name: str) -> Row:
     """Return the row of an architecture that is measured in a process of its own."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--one", name]
-    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            env=environment,
-            cwd=_ROOT,
-            check=False,
-        )
+        done = run_apart(__file__, "--one", name, timeout_s=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return Row(name=name, traced=False, reason=f"no answer within {_TIMEOUT_S} s")
     if done.returncode != 0:

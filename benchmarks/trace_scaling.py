@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from autoplan.models import load_model
 from autoplan.tracer import trace
+from benchmarks.apart import run_apart
 
 __all__ = ["depth_ratio", "preset_cost"]
 
@@ -27,7 +27,6 @@ PRESETS = ("gpt3-175b", "llama3-405b", "mixtral-8x7b", "deepseek-v3")
 MOST_SECONDS = 6.0
 MOST_BYTES = 3 * 2**29
 MOST_RATIO = 1.3
-_ROOT = Path(__file__).resolve().parent.parent
 
 
 def _gpt(depth: int) -> tuple[Any, Any]:
@@ -69,14 +68,10 @@ def preset_cost(name: str) -> dict[str, Any]:
     }
 
 
-def _apart(arguments: Sequence[str]) -> Any:
-    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
-    text = subprocess.run(
-        command, check=True, capture_output=True, text=True, env=environment, cwd=_ROOT
-    ).stdout
-    return json.loads(text.strip().splitlines()[-1])
+def _apart(*arguments: str) -> Any:
+    done = run_apart(__file__, *arguments)
+    done.check_returncode()
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def main() -> None:
@@ -91,8 +86,8 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(preset_cost(arguments.one)))
         return
-    ratio = _apart(["--one", "depth"])
-    rows = [_apart(["--one", name]) for name in PRESETS]
+    ratio = _apart("--one", "depth")
+    rows = [_apart("--one", name) for name in PRESETS]
     print(f"96 layers over 12 layers: {ratio:.2f} (at most {MOST_RATIO})\n")
     print("| preset | parameters | blocks | CPU s | wall s | peak RSS MiB |")
     print("|---|---|---|---|---|---|")
