@@ -145,19 +145,17 @@ def find_plan(
     rivals = [s for s in simpler if s.row.fits and s.obeys(planner.pins, planner.limits)]
     for rival in sorted(rivals, key=lambda s: s.row.step_time_s):
         if rival.setting.world_size == world and layout_reason(planner, rival.setting) is None:
-            found.append(
-                planner.write(
-                    rival.setting, rival.ends, rival.decisions, _record(planner, result), rows
-                )
-            )
+            found.append(planner.write(rival.setting, rival.ends, rival.decisions, record, rows))
             break
     if not found:
-        found.append(_last_resort(planner, result, rows))
+        found.append(_last_resort(planner, result, record, rows))
     best = min(found, key=lambda plan: plan.predicted.step_time_s * (1 - 1e-9 * (plan is found[0])))
     return replace(_with_gap(best, rivals, world), question=Question.of(planner))
 
 
-def _last_resort(planner: Planner, result: MeshResult, rows: tuple[Simpler, ...]) -> Plan:
+def _last_resort(
+    planner: Planner, result: MeshResult, record: SearchRecord, rows: tuple[Simpler, ...]
+) -> Plan:
     """Return the plan of least memory, where the search, whose memory is coarser, found none.
 
     Raises:
@@ -171,7 +169,6 @@ def _last_resort(planner: Planner, result: MeshResult, rows: tuple[Simpler, ...]
             f"no setting can be run: {unrunnable}; pin another tp or zero_stage=0"
         )
     if least.need_bytes <= planner.cluster.total_bytes:
-        record = _record(planner, result)
         return planner.write(least.setting, least.ends, least.decisions, record, rows)
     if result.status == "infeasible":
         raise infeasible_error(planner, least)
