@@ -79,9 +79,8 @@ def verify(
 
     plan = Plan.load(plan_file)
     target = Cluster.parse(cluster or plan.provenance["cluster"])
-    is_cpu = target.device.name.startswith("cpu")
     loaded = load_model(model, seq=seq, dtype=torch_dtype("auto", target, plan.autocast))
-    broken = _broken_rules(plan, target, loaded, is_cpu)
+    broken = _broken_rules(plan, target, loaded)
     for violation in broken:
         typer.echo(violation)
     if not broken:
@@ -90,9 +89,9 @@ def verify(
     if dry and not broken:
         runs = dry_run(plan, loaded, rank or representative_ranks(plan))
         typer.echo(_dry_table(runs))
-        if not is_cpu:
+        if not target.is_cpu:
             typer.echo("measured on the CPU's operators; attention on a GPU may keep other tensors")
-    over = [run for run in runs if is_cpu and run.error < -_TOLERANCE]
+    over = [run for run in runs if target.is_cpu and run.error < -_TOLERANCE]
     for run in over:
         typer.echo(f"rank {run.rank} holds {-run.error:.0%} more than predicted")
     result = VerifyResult(broken=broken, dry_runs=runs, is_sound=not broken and not over)
@@ -117,9 +116,7 @@ class VerifyResult:
     is_sound: bool
 
 
-def _broken_rules(
-    plan: Plan, target: Cluster, loaded: LoadedModel, is_cpu: bool
-) -> tuple[str, ...]:
+def _broken_rules(plan: Plan, target: Cluster, loaded: LoadedModel) -> tuple[str, ...]:
     from autoplan.autocast import dtype_of
     from autoplan.batches import BatchDims
     from autoplan.tracer import trace
@@ -132,7 +129,7 @@ def _broken_rules(
         microbatch_size=plan.microbatch_size,
         batch_dim=BatchDims(plan.batch_dims) if plan.batch_dims else 0,
         autocast=dtype_of(plan.autocast),
-        backend="cpu" if is_cpu else "cuda",
+        backend="cpu" if target.is_cpu else "cuda",
     )
     return tuple(str(violation) for violation in verify_plan(plan, traced, target))
 

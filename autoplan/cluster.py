@@ -167,6 +167,11 @@ class Cluster:
         return self.num_nodes * self.gpus_per_node
 
     @property
+    def is_cpu(self) -> bool:
+        """Whether the ranks compute on a CPU, by the name of the profile."""
+        return self.device.name.startswith("cpu")
+
+    @property
     def capacity_bytes(self) -> int:
         """Bytes that a plan may use on each device: memory minus reserve."""
         return self.total_bytes - self.reserved_bytes

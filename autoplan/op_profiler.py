@@ -113,7 +113,7 @@ def candidates_of(
 
 
 def _of_program(program: Program, cluster: Cluster, degrees: Sequence[int]) -> Iterator[Candidate]:
-    backend = "cpu" if cluster.device.name.startswith("cpu") else "cuda"
+    backend = "cpu" if cluster.is_cpu else "cuda"
     traced = trace_program(program, backend=backend, model_name="")  # type: ignore[arg-type]
     counts = [0] * len(traced.blocks)
     for call in traced.calls:

@@ -110,7 +110,7 @@ class Planner:
                 microbatch_size=microbatch_size,
                 batch_dim=self.batch_dim,
                 autocast=dtype_of(self.workload.autocast),
-                backend="cpu" if self.cluster.device.name.startswith("cpu") else "cuda",
+                backend="cpu" if self.cluster.is_cpu else "cuda",
             )
             self.trace_time_s += time.perf_counter() - start
         return self._exact[microbatch_size]
@@ -284,7 +284,7 @@ def make_planner(
     if rows < 1:
         raise ValueError(f"global_batch_size is {rows}; it must be at least 1")
     optimizer_name = optimizer if isinstance(optimizer, str) else optimizer.__name__
-    is_gpu = not cluster.device.name.startswith("cpu")
+    is_gpu = not cluster.is_cpu
     workload = Workload(
         global_batch_size=rows,
         optimizer=Optimizer.named(optimizer_name, is_foreach=is_gpu),

@@ -207,7 +207,7 @@ def torch_dtype(name: str, cluster: Cluster, autocast: str) -> Any:
     import torch
 
     if name == "auto":
-        is_wide = cluster.device.name.startswith("cpu") or autocast != "none"
+        is_wide = cluster.is_cpu or autocast != "none"
         name = "float32" if is_wide else "bfloat16"
     allowed = ("float32", "bfloat16", "float16", "float64")
     if name not in allowed:

@@ -202,7 +202,7 @@ def _larger(cluster: Cluster) -> Iterator[Cluster]:
 
 def _other_devices(cluster: Cluster) -> Iterator[Cluster]:
     """Yield the same number of larger devices of the catalog; a CPU is not replaced by a GPU."""
-    if cluster.device.name.startswith("cpu"):
+    if cluster.is_cpu:
         return
     profiles = [load_profile(name) for name in list_profiles() if not name.startswith("cpu")]
     for device in sorted(profiles, key=lambda p: (p.memory_bytes, p.name)):

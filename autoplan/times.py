@@ -60,7 +60,7 @@ class OpTime:
 
 def overlaps_communication(cluster: Cluster) -> bool:
     """Return whether collectives run beside kernels: on GPUs on their own stream, on CPU not."""
-    return not cluster.device.name.startswith("cpu")
+    return not cluster.is_cpu
 
 
 class Timer:
