@@ -19,6 +19,7 @@ from autoplan.graph import BlockTrace, Trace
 from autoplan.inner_recompute import attention_core
 from autoplan.plan import Plan, Recompute, SearchRecord
 from autoplan.planner import Planner, make_planner
+from autoplan.reserved import reserved_memory
 from autoplan.settings import Setting
 from autoplan.simple import even_block_ends, even_ends, simple_decisions
 from autoplan.tensor_layout import megatron_axes
@@ -41,6 +42,8 @@ class Estimate:
         time_by_category: seconds of a step by category.
         capacity_bytes: what a device may use.
         fits: every stage is within it.
+        reserved_memory_bytes: per stage, what the caching allocator of torch holds at most for the
+            tensors, context and communicators excluded; None where no allocator was asked for.
         written: the plan, or None where autoplan prices the configuration but does not emit it.
     """
 
@@ -51,6 +54,7 @@ class Estimate:
     capacity_bytes: int
     fits: bool
     written: Plan | None
+    reserved_memory_bytes: tuple[int, ...] | None = None
 
     @property
     def plan(self) -> Plan:
@@ -108,6 +112,7 @@ def estimate(
     product_dtype: str | None = None,
     is_compiled: bool = False,
     attention_kernel: str = "",
+    allocator: Literal["segments", "expandable"] | None = None,
     traces: MutableMapping[int, Trace] | None = None,
 ) -> Estimate:
     """Return what a given configuration takes and needs.
@@ -132,6 +137,8 @@ def estimate(
         is_compiled: memory-bound ops of a block that hand their results on run as one kernel.
         attention_kernel: implementation of fused attention as the profile's tables name it, such as
             `flash1`; empty: the profile's default.
+        allocator: also predict what torch's caching allocator reserves: with `segments` of fixed
+            size (its default), or `expandable` ones (`expandable_segments:True`).
         traces: filled with the traces by micro-batch size; give the same mapping again for the
             same model and batch to save the tracing.
 
@@ -152,6 +159,8 @@ def estimate(
         pins={"microbatch_size": microbatch_size},
     )
     _check_choices(recompute, zero_stage, tensor_layout, sequence_parallel, product_dtype, tp)
+    if allocator not in (None, "segments", "expandable"):
+        raise ValueError(f"allocator={allocator!r}; allowed are segments, expandable and None")
     _set_engine(planner, engine_named(engine), zero_stage)
     planner.workload = replace(
         planner.workload,
@@ -191,10 +200,15 @@ def estimate(
         and product_dtype is None
         and not is_compiled
     )
-    if not is_emitted or traces is not None:
-        return _priced(
-            planner, planner.pricer(microbatch_size).plan_price(setting, ends, decisions)
+    pricer = planner.pricer(microbatch_size)
+    reserved = None
+    if allocator is not None:
+        found = reserved_memory(
+            pricer, setting, ends, decisions, is_expandable=allocator == "expandable"
         )
+        reserved = tuple(stage.reserved for stage in found)
+    if not is_emitted or traces is not None:
+        return _priced(planner, pricer.plan_price(setting, ends, decisions), reserved)
     record = SearchRecord(status="priced", objective_s=0.0, bound_s=0.0, gap=0.0, wall_time_s=0.0)
     plan = planner.write(setting, ends, decisions, record)
     predicted = plan.predicted
@@ -206,6 +220,7 @@ def estimate(
         capacity_bytes=predicted.capacity_bytes,
         fits=max(predicted.peak_memory_bytes) <= predicted.capacity_bytes,
         written=plan,
+        reserved_memory_bytes=reserved,
     )
 
 
@@ -287,7 +302,7 @@ def _with_recompute(
     return replace(decision, recompute=recompute(block))
 
 
-def _priced(planner: Planner, price: PlanPrice) -> Estimate:
+def _priced(planner: Planner, price: PlanPrice, reserved: tuple[int, ...] | None) -> Estimate:
     peaks = tuple(stage.peak for stage in price.memory)
     capacity = planner.cluster.total_bytes
     return Estimate(
@@ -298,6 +313,7 @@ def _priced(planner: Planner, price: PlanPrice) -> Estimate:
         capacity_bytes=capacity,
         fits=max(peaks) <= capacity,
         written=None,
+        reserved_memory_bytes=reserved,
     )
 
 
