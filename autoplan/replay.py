@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoplan.caching_allocator import Block, CachingAllocator
+from autoplan.flat_partitions import gathered_pieces, reduced_buckets
 from autoplan.liveness import BlockEvents
 from autoplan.memory import stage_actions, uses_fsdp
 from autoplan.settings import Setting, Workload
@@ -147,6 +148,11 @@ class _Replay:
         self.has_buffer = workload.engine.has_gradient_buffer
         self.wrapped = uses_fsdp(setting, self.is_mixed) and not self.has_buffer
         self.shards = setting.dp if self.zero >= 1 else 1
+        self.item_bytes = 2 if self.is_mixed else 4
+        self.is_flat = workload.engine.is_flat
+        last = max((i for i, b in enumerate(blocks) if not b.is_glue), default=None)
+        keeps_last = workload.engine.keeps_last_gathered and setting.pp == 1
+        self.stays_gathered = last if keeps_last else None
         self.root = len(blocks)
         self.groups: dict[int, list[Parameter]] = {}
         for index, block in enumerate(blocks):
@@ -174,12 +180,26 @@ class _Replay:
         """Make what is there before the first step."""
         for number, nbytes in enumerate(fixed_bytes):
             self.tensors.make(("fixed", number), nbytes)
+        if self.is_flat:
+            self._start_flat()
+            return
         for parameter in self._parameters():
             whole = parameter.gathered if self.has_buffer else -(-parameter.stored // self.shards)
             self.tensors.make(("parameter", parameter.name), whole)
-        if not self.has_buffer:
-            return
-        trained = [p for p in self._parameters() if p.is_trained]
+        if self.has_buffer:
+            self._start_buffers()
+
+    def _start_flat(self) -> None:
+        self.tensors.make(("parameter",), sum(p.gathered for p in self._parameters()))
+        share = -(-sum(p.stored for p in self._trained()) // self.shards)
+        self.tensors.make(("copy",), share)
+        self.tensors.make(("grad",), share)
+        for number in range(int(self.workload.optimizer.state_bytes_per_byte)):
+            self.tensors.make(("state", number), share)
+        self.tensors.release(("grad",))
+
+    def _start_buffers(self) -> None:
+        trained = self._trained()
         is_wide = self.workload.engine.is_gradient_wide
         grads = sum(p.stored if is_wide else p.gathered for p in trained)
         self.tensors.make(("gradients",), grads)
@@ -190,6 +210,9 @@ class _Replay:
 
     def _parameters(self) -> Iterable[Parameter]:
         return (p for block in self.blocks for p in block.parameters)
+
+    def _trained(self) -> list[Parameter]:
+        return [p for p in self._parameters() if p.is_trained]
 
     def step(self, actions: Sequence[tuple[str, bool, int]]) -> None:
         """Run the actions of a step and the optimizer."""
@@ -209,7 +232,30 @@ class _Replay:
             self._release_whole(group)
         self._drop_buffers()
         self.tensors.release(("reduce input",))
-        self._optimizer_step()
+        if self.is_flat:
+            self._flat_step()
+        else:
+            self._optimizer_step()
+
+    def _flat_step(self) -> None:
+        """Reduce gradients in flat buckets, step on this rank's share, gather parameters."""
+        sizes = [p.gathered // self.item_bytes for p in self._trained()]
+        self._beside(reduced_buckets(sizes))
+        self.tensors.passing(8 * max(sizes))  # the norm is taken in float64
+        share = -(-sum(sizes) // self.shards) * self.item_bytes
+        self.tensors.make(("flat",), share)
+        self.tensors.make(("grad",), -(-sum(p.stored for p in self._trained()) // self.shards))
+        self.tensors.release(("flat",))
+        self._zero_gradients()
+        self.tensors.release(("grad",))
+        self._beside(gathered_pieces(sum(sizes), self.shards))
+
+    def _beside(self, elements: Sequence[int]) -> None:
+        """Make tensors of so many elements all at once and let them go."""
+        for number, count in enumerate(elements):
+            self.tensors.make(("beside", number), count * self.item_bytes)
+        for number in range(len(elements)):
+            self.tensors.release(("beside", number))
 
     def _zero_gradients(self) -> None:
         for group in self.groups:
@@ -219,7 +265,7 @@ class _Replay:
 
     def _optimizer_step(self) -> None:
         ratio = self.workload.optimizer.state_bytes_per_byte
-        trained = [p for p in self._parameters() if p.is_trained]
+        trained = self._trained()
         sizes = {p.name: -(-p.stored // self.shards) for p in trained}
         for name, nbytes in sizes.items():
             for number in range(int(ratio)):
@@ -240,7 +286,7 @@ class _Replay:
         for index in part:
             self._gather_forward(index)
             self._forward_of(number, index)
-            if self.zero == 3 and index in self.groups:
+            if self.zero == 3 and index in self.groups and index != self.stays_gathered:
                 self._release_whole(index)
         self._drop_buffers()
         if self.zero == 3 and self.setting.pp > 1:
@@ -318,7 +364,9 @@ class _Replay:
     def _backward_of(self, number: int, index: int) -> None:
         block = self.blocks[index]
         trained = [p for p in block.states.values() if ("grad", p) in self.tensors]
-        adds_up = self.has_buffer or (bool(trained) and not self.is_mixed)
+        is_mixed = self.is_mixed and not self.has_buffer
+        adds_up = self.has_buffer and not self.is_flat
+        adds_up = adds_up or (bool(trained) and not is_mixed and not self.is_flat)
         events = block.accumulating if adds_up else block.events
         own = self.own[(number, index)]
         for local, (value, nbytes) in block.outputs.items():

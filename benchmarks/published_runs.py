@@ -148,7 +148,10 @@ def price_row(row: Mapping[str, str], file: str, line: int, store: TraceStore) -
         return Outcome(**start, skipped=f"estimate refuses: {str(error).splitlines()[0][:120]}")
     times = [price.step_time_s for price in prices]
     is_last = "last rank" in row.get("mem_kind", "")
-    peaks = [_peak(price, kind, is_last) for price in prices]
+    peaks = [
+        _peak(price, kind, is_last, _stages_of_first_node(configuration))
+        for price, configuration in zip(prices, found, strict=True)
+    ]
     is_timed = time_s is not None and row.get("deterministic") != "true"
     ooms = [not price.fits for price in prices]
     return Outcome(
@@ -167,23 +170,29 @@ def price_row(row: Mapping[str, str], file: str, line: int, store: TraceStore) -
 
 def _price(configuration: Configuration, store: TraceStore, kind: str) -> Estimate:
     shape = configuration.shape
-    allocator = configuration.allocator if kind in ("reserved", "device") else None
     return autoplan.estimate(
         Decoder.on_meta(shape),
         configuration.cluster,
         batch_of(shape),
         global_batch_size=configuration.global_batch,
         traces=store.of(shape),
-        allocator=allocator,
+        allocator="segments" if kind in ("reserved", "device") else None,
         **configuration.options,
     )
 
 
-def _peak(price: Estimate, kind: str, is_last: bool) -> int:
+def _stages_of_first_node(configuration: Configuration) -> int:
+    """Return how many stages have ranks on the first node; stages are the outermost dimension."""
+    ranks = int(configuration.options["dp"] * configuration.options["tp"])
+    return -(-configuration.cluster.gpus_per_node // ranks)
+
+
+def _peak(price: Estimate, kind: str, is_last: bool, visible: int) -> int:
     """Return the predicted peak of the kind that was measured.
 
-    `allocated` and `reserved` count tensors of the process and what the caching allocator holds for
-    them, `device` context and communicators too.
+    `allocated` and `reserved` count tensors and what the caching allocator holds for them, `device`
+    context and communicators too. The latter is what `nvidia-smi` shows, on one node: the first,
+    from which a run is watched, so only stages that have ranks there count.
     """
     context = [parts.get("reserve", 0) for parts in price.memory_by_category]
     if kind in ("reserved", "device") and price.reserved_memory_bytes is not None:
@@ -193,6 +202,7 @@ def _peak(price: Estimate, kind: str, is_last: bool) -> int:
         stages = [peak - outside for peak, outside in pairs]
     if kind == "device":
         stages = [nbytes + outside for nbytes, outside in zip(stages, context, strict=True)]
+        stages = stages[:visible]
     return stages[-1] if is_last else max(stages)
 
 

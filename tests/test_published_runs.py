@@ -79,7 +79,7 @@ def test_times_and_bytes_are_read_in_their_units() -> None:
     for kind, nbytes, counted in (
         ("torch max allocated", 2**30, "allocated"),
         ("reserved GB as reported", 1e9, "reserved"),
-        ("nvidia-smi GB (rounded)", 1e9, "device"),
+        ("nvidia-smi GB (rounded)", 1000 * 2**20, "device"),
     ):
         row = {**ROW, "peak_mem_gib": "1", "mem_kind": kind}
         assert measured_bytes(row) == (nbytes, counted)
