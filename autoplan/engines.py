@@ -115,6 +115,16 @@ ENGINES = {
     "megatron-deepspeed": replace(
         _MEGATRON_FP16, name="megatron-deepspeed", is_flat=True, loss="cloned", output_buffers=2
     ),
+    # InternEvo's HybridZeroOptimizer: parameters, gradients and their reduction in 16 bits.
+    "internevo": replace(
+        _MEGATRON_FP16,
+        name="internevo",
+        overlaps_reduction=True,
+        regathers_sequence=False,
+        copies_reduced=True,
+        sends_slices=False,
+        loss="torch",
+    ),
 }
 
 

@@ -19,6 +19,7 @@ from autoplan.graph import BlockTrace, Trace
 from autoplan.inner_recompute import attention_core
 from autoplan.plan import Plan, Recompute, SearchRecord
 from autoplan.planner import Planner, make_planner
+from autoplan.replay import Reserved
 from autoplan.reserved import reserved_memory
 from autoplan.settings import Setting
 from autoplan.simple import even_block_ends, even_ends, simple_decisions
@@ -41,7 +42,7 @@ class Estimate:
         memory_by_category: per stage, at the instant of its peak.
         time_by_category: seconds of a step by category.
         capacity_bytes: what a device may use.
-        fits: every stage is within it.
+        fits: every stage is within it; where an allocator was asked for, also what it wastes.
         reserved_memory_bytes: per stage, what the caching allocator of torch holds at most for the
             tensors, context and communicators excluded; None where no allocator was asked for.
         written: the plan, or None where autoplan prices the configuration but does not emit it.
@@ -201,12 +202,11 @@ def estimate(
         and not is_compiled
     )
     pricer = planner.pricer(microbatch_size)
-    reserved = None
+    reserved: tuple[Reserved, ...] = ()
     if allocator is not None:
-        found = reserved_memory(
+        reserved = reserved_memory(
             pricer, setting, ends, decisions, is_expandable=allocator == "expandable"
         )
-        reserved = tuple(stage.reserved for stage in found)
     if not is_emitted or traces is not None:
         return _priced(planner, pricer.plan_price(setting, ends, decisions), reserved)
     record = SearchRecord(status="priced", objective_s=0.0, bound_s=0.0, gap=0.0, wall_time_s=0.0)
@@ -218,9 +218,10 @@ def estimate(
         memory_by_category=predicted.memory_by_category,
         time_by_category=predicted.time_by_category,
         capacity_bytes=predicted.capacity_bytes,
-        fits=max(predicted.peak_memory_bytes) <= predicted.capacity_bytes,
+        fits=max(predicted.peak_memory_bytes) <= predicted.capacity_bytes
+        and all(stage.fits for stage in reserved),
         written=plan,
-        reserved_memory_bytes=reserved,
+        reserved_memory_bytes=tuple(stage.reserved for stage in reserved) or None,
     )
 
 
@@ -302,7 +303,7 @@ def _with_recompute(
     return replace(decision, recompute=recompute(block))
 
 
-def _priced(planner: Planner, price: PlanPrice, reserved: tuple[int, ...] | None) -> Estimate:
+def _priced(planner: Planner, price: PlanPrice, reserved: tuple[Reserved, ...]) -> Estimate:
     peaks = tuple(stage.peak for stage in price.memory)
     capacity = planner.cluster.total_bytes
     return Estimate(
@@ -311,9 +312,9 @@ def _priced(planner: Planner, price: PlanPrice, reserved: tuple[int, ...] | None
         memory_by_category=tuple(stage.by_category for stage in price.memory),
         time_by_category=price.time_by_category,
         capacity_bytes=capacity,
-        fits=max(peaks) <= capacity,
+        fits=max(peaks) <= capacity and all(stage.fits for stage in reserved),
         written=None,
-        reserved_memory_bytes=reserved,
+        reserved_memory_bytes=tuple(stage.reserved for stage in reserved) or None,
     )
 
 

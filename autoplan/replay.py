@@ -62,10 +62,17 @@ class ReplayedBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved:
-    """Most bytes that tensors took, and most that were reserved for them, context excluded."""
+    """What a stage's steps needed, context and communicators excluded.
+
+    Attributes:
+        allocated: most bytes of tensors.
+        reserved: most bytes that the allocator held for them.
+        fits: every tensor found room.
+    """
 
     allocated: int
     reserved: int
+    fits: bool
 
 
 def replayed(
@@ -75,6 +82,8 @@ def replayed(
     *,
     stage: int = 0,
     is_expandable: bool = False,
+    capacity_bytes: int | None = None,
+    is_across: bool = False,
     fixed_bytes: Sequence[int] = (),
 ) -> Reserved:
     """Return what a stage's steps take and reserve.
@@ -85,14 +94,21 @@ def replayed(
         workload: optimizer, precision, engine.
         stage: index of the stage.
         is_expandable: segments of the allocator grow.
+        capacity_bytes: of the device, less its reserve; None: any amount.
+        is_across: data-parallel ranks are on several nodes.
         fixed_bytes: of tensors that are always there, such as the batch.
     """
-    run = _Replay(blocks, setting, workload, CachingAllocator(is_expandable=is_expandable))
+    allocator = CachingAllocator(is_expandable=is_expandable, capacity_bytes=capacity_bytes)
+    run = _Replay(blocks, setting, workload, allocator, is_across)
     actions = stage_actions(setting, stage)
     run.start(fixed_bytes)
     for _ in range(_STEPS):
         run.step(actions)
-    return Reserved(allocated=run.allocator.peak_allocated, reserved=run.allocator.peak_reserved)
+    return Reserved(
+        allocated=allocator.peak_allocated,
+        reserved=allocator.peak_reserved,
+        fits=not allocator.is_exhausted,
+    )
 
 
 class _Tensors:
@@ -137,9 +153,11 @@ class _Replay:
         setting: Setting,
         workload: Workload,
         allocator: CachingAllocator,
+        is_across: bool,
     ) -> None:
         self.blocks = blocks
         self.setting = setting
+        self.is_across = is_across
         self.workload = workload
         self.allocator = allocator
         self.tensors = _Tensors(allocator)
@@ -168,6 +186,7 @@ class _Replay:
             for value, _ in block.inputs.values():
                 self.reading[value] = self.reading.get(value, 0) + 1
         self.last: int | None = None
+        self.pending = 0
         parts = setting.virtual_stages
         self.parts = [
             range(len(blocks) * part // parts, len(blocks) * (part + 1) // parts)
@@ -248,14 +267,25 @@ class _Replay:
         self.tensors.release(("flat",))
         self._zero_gradients()
         self.tensors.release(("grad",))
-        self._beside(gathered_pieces(sum(sizes), self.shards))
+        self._beside(gathered_pieces(sum(sizes), self.shards), is_pending=self.is_across)
 
-    def _beside(self, elements: Sequence[int]) -> None:
-        """Make tensors of so many elements all at once and let them go."""
+    def _beside(self, elements: Sequence[int], *, is_pending: bool = False) -> None:
+        """Make tensors of so many elements all at once and let them go.
+
+        Pending ones go after the next forward: the collective between nodes that reads them is not
+        done before the host has made the tensors of that forward.
+        """
         for number, count in enumerate(elements):
             self.tensors.make(("beside", number), count * self.item_bytes)
-        for number in range(len(elements)):
+        if is_pending:
+            self.pending = len(elements)
+        else:
+            self._finish(len(elements))
+
+    def _finish(self, count: int) -> None:
+        for number in range(count):
             self.tensors.release(("beside", number))
+        self.pending = 0
 
     def _zero_gradients(self) -> None:
         for group in self.groups:
@@ -289,6 +319,7 @@ class _Replay:
             if self.zero == 3 and index in self.groups and index != self.stays_gathered:
                 self._release_whole(index)
         self._drop_buffers()
+        self._finish(self.pending)
         if self.zero == 3 and self.setting.pp > 1:
             self._release_whole(self.root)
 

@@ -39,6 +39,8 @@ def reserved_memory(
             pricer.workload,
             stage=stage,
             is_expandable=is_expandable,
+            capacity_bytes=pricer.cluster.capacity_bytes,
+            is_across=setting.dp * setting.tp > pricer.cluster.gpus_per_node,
             fixed_bytes=(
                 pricer.batch_bytes(setting),
                 pricer.standing_bytes(range(start, end), decisions, setting.tp),

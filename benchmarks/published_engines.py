@@ -25,6 +25,8 @@ def engine_of(row: Mapping[str, str], family: str, zero_stage: int) -> str:
         return _megatron_engine(row, dtype)
     if "deepspeed" in row.get("framework", "").lower():
         raise Skipped("the buffers of DeepSpeed's ZeRO are not priced")
+    if "internevo" in row.get("framework", "").lower() and zero_stage <= 1:
+        return "internevo"
     text = f"{row.get('framework')} {row.get('sharding')}".lower()
     if "torchtitan" in text:
         # The loss is compiled with the model since April 2025 (pull request 1033).

@@ -306,7 +306,9 @@ def _degrees(row: Mapping[str, str], world: int) -> dict[str, int]:
 def _choices(row: Mapping[str, str], degrees: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     """Yield values of what the row leaves open."""
     open_fields: dict[str, tuple[Any, ...]] = {}
-    if not row.get("recompute"):
+    # Outside of Megatron-LM "selective" is a share of the blocks (`apply_fsdp_checkpointing`, IBM).
+    is_share = row.get("recompute") == "selective" and _family(row) == "torch"
+    if not row.get("recompute") or is_share:
         open_fields["recompute"] = ("none", "full")
     if not row.get("zero_stage") and degrees["dp"] > 1:
         sharded = "fsdp" in (row.get("sharding") or "").lower()

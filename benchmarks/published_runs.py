@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -168,7 +168,23 @@ def price_row(row: Mapping[str, str], file: str, line: int, store: TraceStore) -
     )
 
 
+# Below this share of the device the allocator's waste decides nothing.
+_NEARLY_FULL = 0.75
+
+
 def _price(configuration: Configuration, store: TraceStore, kind: str) -> Estimate:
+    """Return the price of a configuration, with reserved memory where it is needed."""
+    counts_reserved = kind in ("reserved", "device")
+    price = _estimate(configuration, store, "segments" if counts_reserved else None)
+    fullest = max(price.peak_memory_bytes) / price.capacity_bytes
+    if not counts_reserved and _NEARLY_FULL < fullest <= 1:
+        return _estimate(configuration, store, "segments")
+    return price
+
+
+def _estimate(
+    configuration: Configuration, store: TraceStore, allocator: Literal["segments"] | None
+) -> Estimate:
     shape = configuration.shape
     return autoplan.estimate(
         Decoder.on_meta(shape),
@@ -176,7 +192,7 @@ def _price(configuration: Configuration, store: TraceStore, kind: str) -> Estima
         batch_of(shape),
         global_batch_size=configuration.global_batch,
         traces=store.of(shape),
-        allocator="segments" if kind in ("reserved", "device") else None,
+        allocator=allocator,
         **configuration.options,
     )
 

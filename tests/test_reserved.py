@@ -62,6 +62,17 @@ def test_an_expandable_segment_grows_by_what_its_free_end_lacks() -> None:
     assert sizes == {False: 180, True: 120}
 
 
+def test_a_full_device_gives_back_free_segments_before_it_fails() -> None:
+    allocator = CachingAllocator(capacity_bytes=100 * MIB)
+    first = allocator.allocate(60 * MIB)
+    allocator.free(first)
+    second = allocator.allocate(80 * MIB)
+    assert (allocator.reserved, allocator.is_exhausted) == (80 * MIB, False)
+    allocator.allocate(30 * MIB)
+    assert allocator.is_exhausted
+    allocator.free(second)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 64 * MIB), st.integers(0, 2), st.integers(0, 9))),
