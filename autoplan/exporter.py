@@ -13,6 +13,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from autoplan.autocast import FOREIGN_NOTE
+from autoplan.batches import reduce_loss
 from autoplan.compat import causality_as_told
 from autoplan.errors import TraceError
 from autoplan.flattener import ExportError, flattened
@@ -118,30 +120,35 @@ def _explained(error: Exception, wrapper: nn.Module, prefix: str) -> ExportError
     fqn, line = _locate(error, wrapper, prefix)
     text = str(error).strip().splitlines()
     reason = f"{type(error).__name__}: {text[0] if text else 'no message'}"
-    message = str(error) if isinstance(error, TraceError) else _message(reason, fqn, line, error)
-    return ExportError(message, fqn=fqn, line=line, reason=reason)
-
-
-def _message(reason: str, fqn: str, line: str, error: Exception) -> str:
-    where = f"{fqn or 'the model'} ({line or 'line unknown'})"
-    if "DataDependent" in type(error).__name__ or "data-dependent" in reason:
-        return (
-            f"{where}: its control flow or a shape depends on the values of a tensor, so one trace "
-            f"cannot stand for every batch; compute both sides and select with torch.where, or "
-            f"move the decision out of forward [{reason}]"
+    in_loss = "" if fqn else _line_in_loss(error)
+    line = line or in_loss
+    if isinstance(error, TraceError):
+        message = str(error)
+    elif "DataDependent" in type(error).__name__ or "data-dependent" in reason:
+        where = "loss_fn" if in_loss else fqn or "the model"
+        message = (
+            f"{where} ({line or 'line unknown'}): its control flow or a shape depends on the "
+            "values of a tensor, so one trace cannot stand for every batch; compute both sides "
+            f"and select with torch.where, or move the decision out of forward [{reason}]"
         )
-    return f"{where}: torch.export could not capture the model [{reason}]"
+    elif in_loss:
+        message = (
+            f"loss_fn ({line}) failed [{reason}]; it is called as loss_fn(output), or as "
+            "loss_fn(output, target) if it takes two arguments: the target is the whole batch if "
+            "the batch is a mapping, else its last element"
+        )
+    else:
+        where = f"{fqn or 'the model'} ({line or 'line unknown'})"
+        message = f"{where}: torch.export could not capture the model [{reason}]"
+    return ExportError(message, fqn=fqn, line=line, reason=reason)
 
 
 def _locate(error: BaseException, wrapper: nn.Module, prefix: str) -> tuple[str, str]:
     """Return (module FQN, file:line) of the innermost user frame of an error or its causes."""
     names = {id(module): fqn for fqn, module in wrapper.named_modules()}
-    fqn = line = ""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen and not fqn:
-        seen.add(id(current))
-        for frame, number in traceback.walk_tb(current.__traceback__):
+    for frames in _tracebacks(error):
+        fqn = line = ""
+        for frame, number in frames:
             owner = frame.f_locals.get("self")
             if not isinstance(owner, nn.Module) or id(owner) not in names:
                 continue
@@ -150,9 +157,39 @@ def _locate(error: BaseException, wrapper: nn.Module, prefix: str) -> tuple[str,
             found = names[id(owner)]
             if found == prefix or found.startswith(prefix + "."):
                 fqn = found.removeprefix(prefix).removeprefix(".")
-                line = f"{frame.f_code.co_filename.rpartition('/')[2]}:{number}"
+                line = _place(frame, number)
+        if fqn:
+            return fqn, line
+    return "", ""
+
+
+def _line_in_loss(error: BaseException) -> str:
+    """Return file:line of the innermost frame of the user's loss in which an error arose."""
+    for frames in _tracebacks(error):
+        line = ""
+        is_in_loss = False
+        for frame, number in frames:
+            is_users = not frame.f_code.co_filename.startswith(_TORCH_FOLDER)
+            if is_in_loss and is_users:
+                line = _place(frame, number)
+            is_in_loss = is_in_loss or frame.f_code is reduce_loss.__code__
+        if line:
+            return line
+    return ""
+
+
+def _tracebacks(error: BaseException) -> Iterator[list[tuple[FrameType, int]]]:
+    """Yield the frames, outermost first, of an error, then of its causes."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield list(traceback.walk_tb(current.__traceback__))
         current = current.__cause__ or current.__context__
-    return fqn, line
+
+
+def _place(frame: FrameType, number: int) -> str:
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{number}"
 
 
 _TORCH_FOLDER = torch.__file__.rpartition("/")[0] + "/"
