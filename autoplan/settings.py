@@ -181,8 +181,9 @@ def settings_of(
     """Yield every setting of the space that obeys the rules, the pins and the limits.
 
     Rules: dp * tp * pp is the number of devices; tp stays inside a node; there are at least as many
-    blocks as stages; the batch divides into dp * num_microbatches * microbatch_size; 1F1B has at
-    least as many micro-batches as stages; without data parallelism there is nothing to shard.
+    blocks with parameters (`num_blocks`) as stages; the batch divides into dp * num_microbatches *
+    microbatch_size; 1F1B has at least as many micro-batches as stages; without data parallelism
+    there is nothing to shard.
     """
     for setting in _unlimited(cluster, workload, num_blocks, pins, devices or cluster.world_size):
         if limits.allows_all({name: getattr(setting, name) for name in LIMITED_KEYS}):
@@ -250,7 +251,9 @@ def broken_rules(
         return tuple(found)
     pp = pins.get("pp", 1)
     if pp > num_blocks:
-        found.append(f"pp={pp} stages need at least {pp} blocks, the model has {num_blocks}")
+        found.append(
+            f"pp={pp} stages need as many blocks with parameters, the model has {num_blocks}"
+        )
     dp = pins.get("dp", world // product if {"tp", "pp"} <= given.keys() else 1)
     size, m = pins.get("microbatch_size", 1), pins.get("num_microbatches", 1)
     if batch % (dp * size * m):

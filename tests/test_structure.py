@@ -70,6 +70,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "memory",
         "step_costs",
         "scaling",
+        "stage_ends",
     ),
     ("block_choice",),
     ("frontiers",),
