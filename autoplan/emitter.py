@@ -316,6 +316,7 @@ class _Emission:
             mesh=self.mesh["dp"],
             is_mixed=self._is_mixed,
             is_pipeline=self.plan.mesh.pp > 1,
+            offload=self.plan.offload,
         )
 
     def _runner(
@@ -326,7 +327,7 @@ class _Emission:
             return lambda count: holder[0].run_microbatches(count)
         assert self.mesh is not None, "a pipeline has a mesh"
         program, dtype = self.program, self._compute_dtype
-        is_wrapped = self.plan.mesh.dp > 1 or self._is_mixed
+        is_wrapped = self.plan.mesh.dp > 1 or self._is_mixed or self.plan.offload != "none"
         return pipeline_runner(
             root,
             index=stage.index,

@@ -61,6 +61,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("op_classes",),
     (
         "settings",
+        "offload",
         "tensor_layout",
         "local",
         "times",
