@@ -260,7 +260,7 @@ class ParallelModule(nn.Module):
         *,
         extra: Any = None,
     ) -> None:
-        """Write parameters, buffers and the optimizer's state to the folder `path`.
+        """Write parameters, buffers, the optimizer's and the random state to the folder `path`.
 
         All ranks call it, between steps. It loads under any other plan. A checkpoint that is there
         is replaced only when the new one is whole.
@@ -273,19 +273,35 @@ class ParallelModule(nn.Module):
         Raises:
             EmitError: a rank could not write; on every rank.
         """
-        save_checkpoint(self.__dict__["_root"], self._aliases, path, optimizer, extra)
+        save_checkpoint(
+            self.__dict__["_root"],
+            self._aliases,
+            path,
+            optimizer,
+            extra,
+            mesh=self.plan.mesh,
+            device=self._splitter.device,
+        )
 
     def load_checkpoint(
         self, path: str | Path, optimizer: torch.optim.Optimizer | None = None
     ) -> Any:
         """Read a checkpoint that any plan of this model saved, and return its `extra`.
 
-        All ranks call it. The optimizer's state and hyper-parameters become those saved.
+        All ranks call it. The optimizer's state and hyper-parameters become those saved, and under a
+        plan of the same degrees the generators of every rank; see `autoplan.random_state`.
 
         Raises:
             EmitError: there is none, or it is of another model.
         """
-        return load_checkpoint(self.__dict__["_root"], self._aliases, path, optimizer)
+        return load_checkpoint(
+            self.__dict__["_root"],
+            self._aliases,
+            path,
+            optimizer,
+            mesh=self.plan.mesh,
+            device=self._splitter.device,
+        )
 
     def code(self, stage: int | None = None) -> str:
         """Return the text of what `stage` runs (this rank's own, if None)."""

@@ -89,6 +89,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "standalone",
         "chunks",
         "checkpoints",
+        "random_state",
         "training_state",
         "microbatches",
         "tensor_parallel",
