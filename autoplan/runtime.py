@@ -288,8 +288,8 @@ class ParallelModule(nn.Module):
     ) -> Any:
         """Read a checkpoint that any plan of this model saved, and return its `extra`.
 
-        All ranks call it. The optimizer's state and hyper-parameters become those saved, and under a
-        plan of the same degrees the generators of every rank; see `autoplan.random_state`.
+        All ranks call it. The optimizer's state and hyper-parameters become those saved, and under
+        a plan of the same degrees the generators of every rank; see `autoplan.random_state`.
 
         Raises:
             EmitError: there is none, or it is of another model.
