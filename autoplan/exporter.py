@@ -83,6 +83,11 @@ def export(
     return _Flattener(exported, prefix, opaque.calls, notes).flat_program(keys)
 
 
+def pack(*values: Any) -> tuple[Any, ...]:
+    """Return several outputs as one value."""
+    return values
+
+
 @contextlib.contextmanager
 def _quiet_logs() -> Iterator[None]:
     """Silence the log of symbolic sizes; what matters of it is in the error."""
@@ -227,7 +232,7 @@ class _Flattener:
                 if node.name not in states and node.name not in lifted:
                     self.inputs.append(node.name)
             elif node.op == "output":
-                self.loss = self._name(node.args[0][0])
+                self.loss = self._result(node.args[0])
             else:
                 self._add(node, self.exported.graph_module, "")
         if any(isinstance(value, torch.Generator) for value in self.objects.values()):
@@ -248,6 +253,29 @@ class _Flattener:
             loss=self.loss,
             notes=tuple(dict.fromkeys(self.notes)),
         )
+
+    def _result(self, nodes: Sequence[Any]) -> str:
+        """Return the value that the program makes: its output, or all of several as one tuple."""
+        names = [self._name(node) for node in nodes]
+        if len(names) == 1:
+            return names[0]
+        made = {op.name for op in self.ops}
+        name = "outputs"
+        while name in made or name in self.metas:
+            name += "_"
+        packed = Op(
+            name=name,
+            target=pack,
+            args=tuple(Ref(one) for one in names),
+            kwargs={},
+            fqn="",
+            line="",
+            meta=None,
+        )
+        self.ops.append(packed)
+        self.stacks[name] = ()
+        self.metas[name] = None
+        return name
 
     def _required(self, name: str) -> TensorMeta:
         meta = self.metas[name]

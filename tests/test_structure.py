@@ -96,6 +96,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "executor",
         "runtime",
         "calls",
+        "evaluation",
         "emitter",
     ),
     ("training", "op_runner", "op_profiler"),
