@@ -30,6 +30,11 @@ from autoplan import compat
 __all__ = ["GradientReducer", "Sharder", "Unsharded", "local_tensor", "shard", "store_in_float32"]
 
 
+# Gradients below this size are reduced together: each collective of its own costs a launch. NCCL
+# reduces them where they are, gloo copies them.
+_TOGETHER_BYTES = 4 << 20
+
+
 class Sharder(Protocol):
     """What a training step asks of data parallelism."""
 
@@ -60,6 +65,8 @@ class Unsharded:
 class GradientReducer:
     """ZeRO 0: average gradients in place over the data-parallel ranks, as backward makes them.
 
+    Small gradients wait for others and go together; a large one goes alone, without a copy.
+
     Attributes:
         parameters: in an order that all ranks share.
         group: data-parallel ranks.
@@ -71,7 +78,9 @@ class GradientReducer:
     overlaps: bool
     _is_last: bool = False
     _started: set[int] = field(default_factory=set)
-    _works: list[tuple[torch.Tensor, Any]] = field(default_factory=list)
+    _waiting: list[torch.Tensor] = field(default_factory=list)
+    _waiting_bytes: int = 0
+    _works: list[tuple[list[torch.Tensor], Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.overlaps:
@@ -91,24 +100,39 @@ class GradientReducer:
     def after_step(self) -> None:
         for parameter in self.parameters:
             if parameter.grad is not None and id(parameter) not in self._started:
-                self._start(parameter)
-        for tensor, work in self._works:
+                self._add(parameter)
+        self._start_waiting()
+        for tensors, work in self._works:
             work.wait()
-            tensor.div_(self.group.size())
+            torch._foreach_div_(tensors, self.group.size())
         self._works.clear()
         self._is_last = False
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if self._is_last:
-            self._start(parameter)
+            self._add(parameter)
 
-    def _start(self, parameter: torch.Tensor) -> None:
+    def _add(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None, "a hook ran before its gradient"
         self._started.add(id(parameter))
         normalise_gradient(parameter)
         local = local_tensor(parameter.grad)
-        work = dist.all_reduce(local, group=self.group, async_op=True)
-        self._works.append((local, work))
+        if local.nbytes >= _TOGETHER_BYTES:
+            work = dist.all_reduce(local, group=self.group, async_op=True)
+            self._works.append(([local], work))
+            return
+        if self._waiting and self._waiting[0].dtype != local.dtype:
+            self._start_waiting()
+        self._waiting.append(local)
+        self._waiting_bytes += local.nbytes
+        if self._waiting_bytes >= _TOGETHER_BYTES:
+            self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        if self._waiting:
+            work = compat.all_reduce_together(self._waiting, self.group)
+            self._works.append((self._waiting, work))
+            self._waiting, self._waiting_bytes = [], 0
 
 
 @dataclass(slots=True)
