@@ -164,6 +164,7 @@ class _Replay:
         self.zero = setting.zero_stage
         self.is_mixed = workload.mixed_precision != "none"
         self.has_buffer = workload.engine.has_gradient_buffer
+        self.is_offloaded = setting.offload != "none"
         self.wrapped = uses_fsdp(setting, self.is_mixed) and not self.has_buffer
         self.shards = setting.dp if self.zero >= 1 else 1
         self.item_bytes = 2 if self.is_mixed else 4
@@ -201,6 +202,8 @@ class _Replay:
             self.tensors.make(("fixed", number), nbytes)
         if self.is_flat:
             self._start_flat()
+            return
+        if self.is_offloaded:
             return
         for parameter in self._parameters():
             whole = parameter.gathered if self.has_buffer else -(-parameter.stored // self.shards)
@@ -294,6 +297,8 @@ class _Replay:
             self.tensors.release(("grad", parameter.name))
 
     def _optimizer_step(self) -> None:
+        if self.is_offloaded:
+            return
         ratio = self.workload.optimizer.state_bytes_per_byte
         trained = self._trained()
         sizes = {p.name: -(-p.stored // self.shards) for p in trained}
@@ -455,10 +460,14 @@ class _Replay:
 
     def _gather(self, group: int) -> None:
         size = sum(p.gathered for p in self.groups[group])
+        if self.is_offloaded:
+            stored = sum(p.stored for p in self.groups[group])
+            self.tensors.make(("copied in",), -(-stored // self.shards), GATHER)
         if self.is_mixed:
             self.tensors.make(("cast",), size // self.setting.dp, GATHER)
         self.tensors.make(("buffer", group), size, GATHER)
         self.tensors.release(("cast",))
+        self.tensors.release(("copied in",))
         self.last = group
 
     def _is_gathered(self, group: int) -> bool:
@@ -503,7 +512,7 @@ class _Replay:
             self.tensors.release(("grad", parameter.name))
             self.tensors.release(("wide", parameter.name))
         shard = -(-size // self.shards)
-        if ("shard", group) in self.tensors:
+        if self.is_offloaded or ("shard", group) in self.tensors:
             self.tensors.passing(shard, REDUCE)
         else:
             self.tensors.make(("shard", group), shard, REDUCE)

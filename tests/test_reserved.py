@@ -24,7 +24,8 @@ from autoplan.plan import Recompute
 from autoplan.planner import make_planner
 from autoplan.reserved import reserved_memory
 from autoplan.settings import Setting
-from autoplan.simple import even_block_ends, simple_decisions
+from autoplan.simple import simple_decisions
+from autoplan.stage_ends import even_block_ends
 from autoplan.tracer import trace
 from benchmarks.published_models import Decoder, Shape, batch_of
 from tests.models_for_tests import LinearChain, mean_square
