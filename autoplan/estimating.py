@@ -104,7 +104,7 @@ def estimate(
     pp: int = 1,
     zero_stage: int = 0,
     microbatch_size: int = 1,
-    recompute: str | RecomputeRule = "none",
+    recompute: str | RecomputeRule | Sequence[str] = "none",
     schedule: str = "1f1b",
     virtual_stages: int = 1,
     stage_ends: Sequence[int] | Literal["blocks"] | None = None,
@@ -126,8 +126,9 @@ def estimate(
         dp, tp, pp: degrees; dp defaults to what the cluster leaves.
         zero_stage: 0 to 3; without data parallelism nothing is sharded.
         microbatch_size: rows.
-        recompute: `none`; `full` for every block; `attention`: its core alone runs again; or a
-            function that says for a block what it keeps.
+        recompute: `none`; `full` for every block; `attention`: its core alone runs again; a
+            function that says for a block what it keeps; or several of these words, which the
+            repeated blocks take in turn, as `("full", "none")` for every second block.
         schedule: `1f1b` or `gpipe`, where pp > 1.
         virtual_stages: parts per rank of an interleaved 1F1B schedule.
         stage_ends: per stage the index after its last block of the chain; `blocks`: repeated blocks
@@ -196,15 +197,16 @@ def estimate(
         decisions = _ruled_decisions(trace, setting, sequence_parallel)
     else:
         decisions = simple_decisions(planner, setting, "none")
+    rules = _rules(trace, recompute)
     decisions = [
-        _with_recompute(trace.blocks[call.block], decision, recompute)
-        for call, decision in zip(trace.calls, decisions, strict=True)
+        _with_recompute(trace.blocks[call.block], decision, rule)
+        for call, decision, rule in zip(trace.calls, decisions, rules, strict=True)
     ]
     is_emitted = (
         planner.workload.engine == AUTOPLAN
         and virtual_stages == 1
         and not is_ruled
-        and recompute != "attention"
+        and "attention" not in rules
         and product_dtype is None
         and not is_compiled
         and (pp == 1 or is_runnable(trace, ends))
@@ -234,14 +236,15 @@ def estimate(
 
 
 def _check_choices(
-    recompute: str | RecomputeRule,
+    recompute: str | RecomputeRule | Sequence[str],
     zero_stage: int,
     tensor_layout: str,
     sequence_parallel: bool,
     product_dtype: str | None,
     tp: int,
 ) -> None:
-    if isinstance(recompute, str) and recompute not in _RECOMPUTE:
+    words = () if callable(recompute) else _words(recompute)
+    if not callable(recompute) and not (words and set(words) <= set(_RECOMPUTE)):
         raise ValueError(
             f"recompute={recompute!r}; estimate takes none, full, attention or a function of a "
             "block that returns a Recompute"
@@ -296,6 +299,24 @@ def _ruled_decisions(trace: Trace, setting: Setting, sequence_parallel: bool) ->
         for block in trace.blocks
     ]
     return [by_block[call.block] for call in trace.calls]
+
+
+def _words(recompute: str | Sequence[str]) -> tuple[str, ...]:
+    return (recompute,) if isinstance(recompute, str) else tuple(recompute)
+
+
+def _rules(
+    trace: Trace, recompute: str | RecomputeRule | Sequence[str]
+) -> list[str | RecomputeRule]:
+    """Return the rule of each call; repeated blocks take several in turn."""
+    turns = (recompute,) if callable(recompute) else _words(recompute)
+    found: list[str | RecomputeRule] = []
+    count = 0
+    for call in trace.calls:
+        is_glue = trace.blocks[call.block].is_glue
+        found.append("none" if is_glue else turns[count % len(turns)])
+        count += not is_glue
+    return found
 
 
 def _with_recompute(

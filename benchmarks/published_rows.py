@@ -362,6 +362,9 @@ def _recompute(text: str) -> Any:
         return "full"
     if text == "selective":
         return "attention"
+    every = re.fullmatch(r"selective_layer\(every (\d+)\w\w layer\)", text)
+    if every:
+        return ("full", *["none"] * (int(every.group(1)) - 1))
     if text == "selective_op":
         return selective_op
     raise Skipped(f"recompute {text!r} is not priced")
