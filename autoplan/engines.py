@@ -24,7 +24,9 @@ class Engine:
             and every backward adds to it; the parameters lie whole in the dtype of the computation
             and float32 copies belong to the optimizer. Otherwise as FSDP2 holds them.
         is_gradient_wide: gradients are kept and reduced in the dtype of stored parameters (float32)
-            where the computation is in another one; otherwise in that of the computation.
+            where the computation is in another one; otherwise in that of the computation, and the
+            optimizer steps on a copy in the stored dtype (Megatron-LM,
+            `_copy_model_grads_to_main_grads`).
         overlaps_reduction: reductions of gradients run beside the backward.
         regathers_sequence: a column-parallel product under sequence parallelism keeps the slice of
             its input and gathers it again in backward (Korthikanti et al. 2022, section 4.2.2).

@@ -255,6 +255,7 @@ class _Walk:
         if self.has_buffer:
             self.gradients[_BUFFER] = sum(s.gradients for s in statics)
         self.is_flat = engine.is_flat
+        self.widens = is_mixed and not engine.is_gradient_wide
         last = max((i for i, b in enumerate(blocks) if not b.is_glue), default=None)
         self.stays_gathered = last if engine.keeps_last_gathered and setting.pp == 1 else None
         parts = setting.virtual_stages
@@ -312,7 +313,8 @@ class _Walk:
         shards = self.setting.dp if self.zero >= 1 else 1
         temporary = sum(self.whole.values()) if self.is_foreach else 2 * self.largest
         if self.has_buffer and not self.is_foreach:
-            temporary = 0  # one fused kernel over all parameters
+            # One fused kernel over all parameters, on gradients as wide as they are.
+            temporary = sum(self.whole.values()) if self.widens else 0
         if self.is_flat:
             self.note("reducing gradients", sum(self.grads.values()))
         self.note("the optimizer step", 0 if self.is_offloaded else -(-temporary // shards))

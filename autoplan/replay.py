@@ -306,7 +306,8 @@ class _Replay:
             for number in range(int(ratio)):
                 if ("state", name, number) not in self.tensors:
                     self.tensors.make(("state", name, number), nbytes)
-        if self.workload.optimizer.is_foreach:
+        widens = self.is_mixed and not self.workload.engine.is_gradient_wide and self.has_buffer
+        if self.workload.optimizer.is_foreach or widens:
             for name, nbytes in sizes.items():
                 self.tensors.make(("temporary", name), nbytes)
             for name in sizes:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 from autoplan.cluster import Cluster
 from autoplan.graph import BlockTrace
@@ -71,6 +71,7 @@ class Configuration:
             and no time can be compared.
         options: further arguments of `estimate`.
         assumed: what the row left open, and the value taken here.
+        allocator: of the software that ran, where it is torch's.
     """
 
     shape: Shape
@@ -78,6 +79,7 @@ class Configuration:
     global_batch: int
     options: Mapping[str, Any]
     assumed: Mapping[str, Any]
+    allocator: Literal["segments"] | None = "segments"
 
 
 def _number(row: Mapping[str, str], key: str) -> int | None:
@@ -133,6 +135,7 @@ def configurations(row: Mapping[str, str]) -> list[Configuration]:
     shape = _shape(row)
     cluster = _cluster(row)
     degrees = _degrees(row, cluster.world_size)
+    is_other = "oneflow" in (row.get("framework") or "").lower()
     found = []
     for choice in _choices(row, degrees):
         options = _options(row, degrees, choice)
@@ -150,6 +153,7 @@ def configurations(row: Mapping[str, str]) -> list[Configuration]:
                 global_batch=batch,
                 options=options,
                 assumed=choice,
+                allocator=None if is_other else "segments",
             )
         )
     return found

@@ -175,10 +175,11 @@ _NEARLY_FULL = 0.75
 def _price(configuration: Configuration, store: TraceStore, kind: str) -> Estimate:
     """Return the price of a configuration, with reserved memory where it is needed."""
     counts_reserved = kind in ("reserved", "device")
-    price = _estimate(configuration, store, "segments" if counts_reserved else None)
+    allocator = configuration.allocator
+    price = _estimate(configuration, store, allocator if counts_reserved else None)
     fullest = max(price.peak_memory_bytes) / price.capacity_bytes
-    if not counts_reserved and _NEARLY_FULL < fullest <= 1:
-        return _estimate(configuration, store, "segments")
+    if not counts_reserved and allocator is not None and _NEARLY_FULL < fullest <= 1:
+        return _estimate(configuration, store, allocator)
     return price
 
 
