@@ -40,7 +40,7 @@ from benchmarks.published_rows import (
     measured_time_s,
 )
 
-__all__ = ["Outcome", "TraceStore", "main", "price_row", "summary"]
+__all__ = ["Outcome", "TraceStore", "main", "price_row", "stages_of_first_node", "summary"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,7 @@ def price_row(row: Mapping[str, str], file: str, line: int, store: TraceStore) -
     times = [price.step_time_s for price in prices]
     is_last = "last rank" in row.get("mem_kind", "")
     peaks = [
-        _peak(price, kind, is_last, _stages_of_first_node(configuration))
+        _peak(price, kind, is_last, stages_of_first_node(configuration))
         for price, configuration in zip(prices, found, strict=True)
     ]
     is_timed = time_s is not None and row.get("deterministic") != "true"
@@ -198,7 +198,7 @@ def _estimate(
     )
 
 
-def _stages_of_first_node(configuration: Configuration) -> int:
+def stages_of_first_node(configuration: Configuration) -> int:
     """Return how many stages have ranks on the first node; stages are the outermost dimension."""
     ranks = int(configuration.options["dp"] * configuration.options["tp"])
     return -(-configuration.cluster.gpus_per_node // ranks)
