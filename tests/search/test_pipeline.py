@@ -121,6 +121,8 @@ def test_scaling_all_times_scales_the_pipeline(problem: PipelineProblem, factor:
         ),
         boundary=tuple(time * factor for time in problem.boundary),
         constant=problem.constant * factor,
+        grain=problem.grain * factor,
+        once_grain=problem.once_grain * factor,
     )
     assert solve(slow).objective == solve(problem).objective * factor
 
