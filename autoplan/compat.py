@@ -18,13 +18,11 @@ from torch.distributed import distributed_c10d
 from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import placement_types
-from torch.nn.modules import transformer
 
 from autoplan.errors import EmitError
 
 __all__ = [
     "RingStage",
-    "causality_as_told",
     "fake_processes",
     "has_other_readers",
     "is_strided",
@@ -50,28 +48,6 @@ _strided_shard = _probe(placement_types, "_StridedShard")
 _replicate = _probe(replicate_with_fsdp, "replicate")
 _setup_forward_recv_info = _probe(PipelineStage, "_setup_forward_recv_info")
 _setup_backward_recv_info = _probe(PipelineStage, "_setup_backward_recv_info")
-
-
-@contextlib.contextmanager
-def causality_as_told() -> Iterator[None]:
-    """Let `nn.Transformer` take a mask as it is instead of reading whether it is causal.
-
-    That is a hint with which the same result may come from a faster kernel; without `is_causal=`
-    it is found by comparing the values of the mask, which an export does not have.
-    """
-    name = "_detect_is_causal_mask"
-    stock: Any = getattr(transformer, name, None)
-
-    def told(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-        return is_causal is True
-
-    if stock is not None:
-        setattr(transformer, name, told)
-    try:
-        yield
-    finally:
-        if stock is not None:
-            setattr(transformer, name, stock)
 
 
 def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:

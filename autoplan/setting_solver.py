@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.costs import TICK_S, Pricer
 from autoplan.frontiers import Decision
+from autoplan.graph import Trace
 from autoplan.search.evaluate import block_options, stage_costs
 from autoplan.search.pipeline import solve_pipeline
-from autoplan.search.problem import PipelineProblem, PipelineSolution, Run
+from autoplan.search.problem import BlockOption, PipelineProblem, PipelineSolution, Run
 from autoplan.settings import Setting
-from autoplan.simple import even_ends
+from autoplan.stage_ends import even_stage_ends, holders
 
 if TYPE_CHECKING:
     from autoplan.planner import Planner
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["pipeline_problem", "solve_setting"]
 
 _MAX_REPAIRS = 8
+_GRAIN_BITS = 12  # a stage's time is rounded up by 2**-12 of it at most, 0.025 %
+_ONCE_GRAIN_BITS = 10  # what is paid once a step by 2**-10 of the step at most, 0.1 %
+_MOST_EXACT_BLOCKS = 16
 
 
 def solve_setting(
@@ -33,6 +37,10 @@ def solve_setting(
     solved again, so that what is returned fits exactly.
     """
     problem, per_call = pipeline_problem(planner, setting)
+    if cutoff is not None:
+        fastest = solve_pipeline(_at_best(problem), cutoff=cutoff, time_limit_s=time_limit_s)
+        if fastest.status == "infeasible":
+            return fastest
     capacities = (_calibrated(planner, setting, problem, per_call), problem.capacity)
     for capacity in dict.fromkeys(capacities):
         start = replace(problem, capacity=capacity)
@@ -40,6 +48,28 @@ def solve_setting(
         if solution.options or is_first:
             break
     return solution
+
+
+def _at_best(problem: PipelineProblem) -> PipelineProblem:
+    """Return a relaxation without memory, in which every block is at its best in all numbers."""
+    runs = tuple(
+        Run(
+            count=run.count,
+            options=(
+                BlockOption(
+                    forward=min(o.forward + o.backward for o in run.options),
+                    backward=0,
+                    once=min(o.once for o in run.options),
+                    kept=0,
+                    static=0,
+                    working=0,
+                ),
+            ),
+        )
+        for run in problem.runs
+    )
+    none = (0,) * problem.num_stages
+    return replace(problem, runs=runs, fixed=none, capacity=none)
 
 
 def _repaired(
@@ -61,9 +91,11 @@ def _repaired(
         excess = [m.peak - planner.cluster.total_bytes for m in price.memory]
         if max(excess) <= 0:
             return solution, False
+        # Below what this answer takes by the linear memory, or the same answer would come again.
+        linear = [cost.memory for cost in stage_costs(problem, solution.ends, solution.options)]
         capacity = tuple(
-            c - max(0, -(-over // pricer.memory_unit))
-            for c, over in zip(problem.capacity, excess, strict=True)
+            used - -(-over // pricer.memory_unit) if over > 0 else room
+            for room, used, over in zip(problem.capacity, linear, excess, strict=True)
         )
         problem = replace(problem, capacity=capacity)
     none = PipelineSolution(
@@ -83,7 +115,7 @@ def _calibrated(
     Measured on even cuts; a stage where the linear memory is too low keeps its capacity.
     """
     pricer = planner.pricer(setting.microbatch_size)
-    ends = even_ends(problem.num_blocks, setting.pp)
+    ends = even_stage_ends(pricer.trace, setting.pp)
     leanest = [
         min(range(len(own)), key=lambda i: own[i].static + own[i].kept + own[i].working)
         for own in block_options(problem)
@@ -132,6 +164,7 @@ def _pipeline(
     crossing = max(pricer.trace.crossing_bytes, default=0) if setting.pp > 1 else 0
     fastest = [pricer.decisions(c.block, setting.tp)[0] for c in pricer.trace.calls]
     side = pricer.side_bytes(range(num_calls), fastest, setting.tp)
+    grain, once_grain = _grains(runs, setting)
     fixed, boundary = [], []
     for stage in range(setting.pp):
         neighbours = (stage > 0) + (stage < setting.pp - 1)
@@ -147,14 +180,31 @@ def _pipeline(
         capacity=(planner.cluster.capacity_bytes // unit,) * setting.pp,
         fixed=tuple(fixed),
         boundary=tuple(boundary),
-        cut_allowed=_even_cuts(num_calls, setting.pp) if planner.even_cuts else (),
+        grain=grain,
+        once_grain=once_grain,
+        cut_allowed=_even_cuts(pricer.trace, setting.pp) if planner.even_cuts else (),
+        anchors=holders(pricer.trace) if setting.pp > 1 else (),
     )
 
 
-def _even_cuts(num_calls: int, num_stages: int) -> tuple[bool, ...]:
-    """Return which positions between blocks end a stage of `even_ends`."""
-    ends = even_ends(num_calls, num_stages)
-    return tuple(position in ends for position in range(1, num_calls))
+def _grains(runs: Sequence[Run], setting: Setting) -> tuple[int, int]:
+    """Return ticks of a stage's time and once that are not told apart; 1 where blocks are few.
+
+    Long chains have so many mixes of almost equal time that to tell them apart would take longer
+    than a step that is slower by the grain is worth.
+    """
+    if sum(run.count for run in runs) <= _MOST_EXACT_BLOCKS:
+        return 1, 1
+    total = sum(run.count * min(o.forward + o.backward for o in run.options) for run in runs)
+    stage = total // setting.pp
+    step = stage * (setting.num_microbatches + setting.pp - 1)
+    return max(1, stage >> _GRAIN_BITS), max(1, step >> _ONCE_GRAIN_BITS)
+
+
+def _even_cuts(trace: Trace, num_stages: int) -> tuple[bool, ...]:
+    """Return which positions between blocks end a stage of `even_stage_ends`."""
+    ends = even_stage_ends(trace, num_stages)
+    return tuple(position in ends for position in range(1, len(trace.calls)))
 
 
 def _slowest_cut_s(setting: Setting, pricer: Pricer) -> float:

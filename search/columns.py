@@ -129,9 +129,7 @@ class StageTable:
         left = [column for column in self._columns[key] if column is not region]
         if limit < region.most_once:
             left.append(
-                Column(
-                    time=region.time, least_once=limit + once_grain, most_once=region.most_once
-                )
+                Column(time=region.time, least_once=limit + once_grain, most_once=region.most_once)
             )
         below = limit
         if found.counts:

@@ -139,6 +139,8 @@ class PipelineProblem:
             be split).
         min_blocks: least blocks per stage.
         grain, once_grain: ticks that count as no difference between stages.
+        anchors: per block whether it can make a stage: every stage must have one that can; empty:
+            every block can.
     """
 
     runs: tuple[Run, ...]
@@ -153,6 +155,7 @@ class PipelineProblem:
     min_blocks: int = 1
     grain: int = 1
     once_grain: int = 1
+    anchors: tuple[bool, ...] = ()
 
     @property
     def num_blocks(self) -> int:

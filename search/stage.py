@@ -14,7 +14,8 @@ The programme of one stage, over its runs c (`count[c]` blocks) and their option
                sum once[c,o] n[c,o] <= most_once                              solve_stage
 
 `step[w]` is the distance of w from the next smaller working memory. For a run of one block, level
-is a sum of its n. CP-SAT is asked where a mix by prices (mixing.py) is not proven. The bound is the Lagrangian relaxation of the last row at a grid of prices:
+is a sum of its n. CP-SAT is asked where a mix by prices (mixing.py) is not proven. The bound is the
+Lagrangian relaxation of the last row at a grid of prices:
 
     time >= sum_b min_o (time[o] + price (static + live kept)[o]) - price (room - least peak)
 
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from autoplan.search.evaluate import rounded_up
 from autoplan.search.mixing import mix_options
 from autoplan.search.partition import UNREACHABLE
@@ -148,7 +150,10 @@ def solve_stage(
         return StageSolution(status="optimal", counts=fastest, time=time, bound=time, once=once)
     if room < 0:
         return StageSolution(status="infeasible", counts=(), time=0, bound=0, once=0)
-    mix = mix_options(runs, live, room, most_once)
+    mix = mix_options(runs, live, room, most_once, grain)
+    most = sum(run.count * max(o.forward + o.backward for o in run.options) for run in runs)
+    if mix.bound > most:
+        return StageSolution(status="infeasible", counts=(), time=0, bound=0, once=0)
     if mix.counts and rounded_up(mix.time, grain) <= rounded_up(mix.bound, grain):
         return StageSolution(
             status="optimal", counts=mix.counts, time=mix.time, bound=mix.bound, once=mix.once
@@ -167,11 +172,11 @@ def solve_stage(
     )
     model.add(held + peak <= room)
     model.add(_total_once(runs, counts) <= most_once)
-    most = sum(run.count * max(o.forward + o.backward for o in run.options) for run in runs)
     if mix.counts:
         most = mix.time
-        for variable, value in zip(sum(counts, []), sum(map(list, mix.counts), []), strict=True):
-            model.add_hint(variable, value)
+        for own, values in zip(counts, mix.counts, strict=True):
+            for variable, value in zip(own, values, strict=True):
+                model.add_hint(variable, value)
     grains = model.new_int_var(-(-mix.bound // grain), -(-most // grain), "grains")
     model.add(_total_time(runs, counts) <= grain * grains)
     model.minimize(grains)

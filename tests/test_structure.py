@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parent.parent
 # The layers in the order in which the data flows; a module imports only its own and lower ones,
 # where it is imported (not only named for types, and not inside a function).
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "units", "compat"),
+    ("errors", "units", "compat", "mask_causality"),
     ("codec",),
     ("profiles", "search"),
     ("schedules", "stage_costs", "timeline", "nodes"),
@@ -31,7 +31,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "autocast",
         "blocks",
         "custom_ops",
+        "answers",
         "opaque",
+        "op_facts",
+        "flattener",
         "exporter",
         "matching",
         "segments",
@@ -67,6 +70,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "memory",
         "step_costs",
         "scaling",
+        "stage_ends",
     ),
     ("block_choice",),
     ("frontiers",),
