@@ -188,8 +188,8 @@ def solve_stage(
         workers=workers,
         tuning=_TUNING,
     )
-    values = iter(outcome.values)
-    chosen = tuple(tuple(next(values) for _ in run.options) for run in runs if outcome.values)
+    found = iter(outcome.values)
+    chosen = tuple(tuple(next(found) for _ in run.options) for run in runs if outcome.values)
     return StageSolution(
         status=outcome.status,
         counts=chosen,
