@@ -84,18 +84,31 @@ def static_reason(planner: Planner, setting: Setting) -> str | None:
 def blocks_bound(planner: Planner, setting: Setting) -> Refinement:
     """Return a bound from the fastest way to run each block alone, whatever memory it takes."""
     pricer = planner.pricer(setting.microbatch_size)
-    seconds = [pricer.fastest_s(call.block, setting.tp) for call in pricer.trace.calls]
-    return Refinement(bound=_bound(setting, sum(seconds), max(seconds)))
+    bounds = []
+    for is_sliced in pricer.borders(setting.tp):
+        seconds = [
+            pricer.fastest_s(call.block, setting.tp, is_sequence_parallel=is_sliced)
+            for call in pricer.trace.calls
+        ]
+        bounds.append(_bound(setting, sum(seconds), max(seconds)))
+    return Refinement(bound=min(bounds))
 
 
 def frontiers_bound(planner: Planner, setting: Setting) -> Refinement:
     """Return a bound from the decisions of each block under the setting, or why nothing fits."""
     pricer = planner.pricer(setting.microbatch_size)
+    found = [_border_bound(planner, setting, is_sliced) for is_sliced in pricer.borders(setting.tp)]
+    possible = [refinement for refinement in found if refinement.infeasible is None]
+    return min(possible, key=lambda refinement: refinement.bound) if possible else found[0]
+
+
+def _border_bound(planner: Planner, setting: Setting, is_sequence_parallel: bool) -> Refinement:
+    pricer = planner.pricer(setting.microbatch_size)
     total, slowest, once, static = 0, 0, 0, 0
     live = setting.live()[0]
     for call, count in pricer.alike(setting):
         block = pricer.trace.calls[call].block
-        decisions = pricer.decisions(block, setting.tp)
+        decisions = pricer.decisions(block, setting.tp, is_sequence_parallel=is_sequence_parallel)
         options = [pricer.option(call, d, setting, live) for d in decisions]
         fastest = min(o.forward + o.backward for o in options)
         total += count * fastest

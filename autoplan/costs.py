@@ -36,6 +36,7 @@ from autoplan.step_costs import (
     regathers,
     transfer_s,
 )
+from autoplan.tensor_layout import boundary_of
 from autoplan.times import OpTime, Tally, Timer, overlaps_communication
 
 __all__ = ["BlockPrice", "PlanPrice", "Pricer"]
@@ -125,31 +126,35 @@ class Pricer:
     tally: Tally = field(default_factory=Tally)
     frontiers: Frontiers = field(default_factory=Frontiers)
     _plain: dict[tuple[int, int, bool], Decision] = field(default_factory=dict)
-    _decisions: dict[tuple[int, int], tuple[Decision, ...]] = field(default_factory=dict)
+    _decisions: dict[tuple[int, int, bool], tuple[Decision, ...]] = field(default_factory=dict)
     _bases: dict[tuple[int, int, object], _BlockBase] = field(default_factory=dict)
-    _fastest_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    _fastest_s: dict[tuple[int, int, bool], float] = field(default_factory=dict)
     _timers: dict[tuple[int, bool], Timer] = field(default_factory=dict)
     _shared: dict[int, frozenset[str]] | None = None
     _options: dict[tuple[object, ...], BlockOption] = field(default_factory=dict)
     _held: list[frozenset[str]] | None = None
 
-    def decisions(self, block: int, tp: int) -> tuple[Decision, ...]:
+    def decisions(
+        self, block: int, tp: int, *, is_sequence_parallel: bool = False
+    ) -> tuple[Decision, ...]:
         """Return the frontier of a block class at a tensor-parallel degree, fastest first.
 
-        The lean layout of the simple strategies is among them. With a `reference` pricer they are
-        its frontier, priced here at this micro-batch size.
+        With `is_sequence_parallel` activations cross its borders as slices of tokens; without, the
+        lean layout of the simple strategies is among them. With a `reference` pricer they are its
+        frontier, priced here at this micro-batch size.
         """
         if self.reference is not None:
-            return self.reference.decisions(block, tp)
-        key = (block, tp)
+            return self.reference.decisions(block, tp, is_sequence_parallel=is_sequence_parallel)
+        key = (block, tp, is_sequence_parallel)
         if key not in self._decisions:
             found = self.frontiers.decisions(
                 self.trace.blocks[block],
                 self.timer(tp),
                 whole=self.whole_states(block),
                 recompute=self.recompute,
+                is_sequence_parallel=is_sequence_parallel,
             )
-            if tp > 1 and self.recompute in (None, "none"):
+            if not is_sequence_parallel and tp > 1 and self.recompute in (None, "none"):
                 lean = self.plain_decision(block, tp, lean=True)
                 if all(lean.key != d.key for d in found):
                     found += (lean,)
@@ -167,14 +172,26 @@ class Pricer:
             )
         return self._plain[key]
 
-    def fastest_s(self, block: int, tp: int) -> float:
+    def fastest_s(self, block: int, tp: int, *, is_sequence_parallel: bool = False) -> float:
         """Return seconds below which no decision of a class is at this micro-batch size."""
-        key = (block, tp)
+        key = (block, tp, is_sequence_parallel)
         if key not in self._fastest_s:
             self._fastest_s[key] = self.frontiers.fastest_s(
-                self.trace.blocks[block], self.timer(tp), whole=self.whole_states(block)
+                self.trace.blocks[block],
+                self.timer(tp),
+                whole=self.whole_states(block),
+                is_sequence_parallel=is_sequence_parallel,
             )
         return self._fastest_s[key]
+
+    def borders(self, tp: int) -> tuple[bool, ...]:
+        """Return whether activations may cross borders of blocks whole, or as slices of tokens."""
+        can_slice = tp > 1 and any(
+            boundary_of(value, tp, True) != "R"
+            for block in self.trace.blocks
+            for value in block.inputs
+        )
+        return (False, True) if can_slice else (False,)
 
     def whole_states(self, block: int) -> frozenset[str]:
         """Return the states of a block class that several calls share."""

@@ -76,8 +76,20 @@ def least_memory(planner: Planner, enough: int = 0) -> Least:
 def _least_of(planner: Planner, setting: Setting) -> Least:
     pricer = planner.pricer(setting.microbatch_size)
     calls = range(len(pricer.trace.calls))
-    decisions = tuple(_leanest(pricer, call, setting) for call in calls)
-    best = _priced(pricer, setting, even_stage_ends(pricer.trace, setting.pp), decisions)
+    ends = even_stage_ends(pricer.trace, setting.pp)
+    best = min(
+        (
+            _priced(
+                pricer,
+                setting,
+                ends,
+                tuple(_leanest(pricer, call, setting, is_sliced) for call in calls),
+            )
+            for is_sliced in pricer.borders(setting.tp)
+        ),
+        key=lambda least: least.need_bytes,
+    )
+    decisions = best.decisions
     for _ in range(len(calls)):
         moved = [
             _priced(pricer, setting, ends, decisions)
@@ -108,14 +120,15 @@ def _priced(
     return Least(setting=setting, ends=ends, decisions=decisions, stage=stage)
 
 
-def _leanest(pricer: Pricer, call: int, setting: Setting) -> Decision:
+def _leanest(pricer: Pricer, call: int, setting: Setting, is_sliced: bool) -> Decision:
     live = setting.live()[0]
 
     def need(decision: Decision) -> int:
         option = pricer.option(call, decision, setting, live)
         return live * option.kept + option.static + option.working
 
-    return min(pricer.decisions(pricer.trace.calls[call].block, setting.tp), key=need)
+    block = pricer.trace.calls[call].block
+    return min(pricer.decisions(block, setting.tp, is_sequence_parallel=is_sliced), key=need)
 
 
 def infeasible_error(planner: Planner, least: Least) -> InfeasibleError:

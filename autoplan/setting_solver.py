@@ -11,7 +11,7 @@ from autoplan.frontiers import Decision
 from autoplan.graph import Trace
 from autoplan.search.evaluate import block_options, stage_costs
 from autoplan.search.pipeline import solve_pipeline
-from autoplan.search.problem import BlockOption, PipelineProblem, PipelineSolution, Run
+from autoplan.search.problem import BlockOption, PipelineProblem, PipelineSolution, Run, Status
 from autoplan.settings import Setting
 from autoplan.stage_ends import even_stage_ends, holders
 
@@ -36,7 +36,36 @@ def solve_setting(
     model finds a stage above its capacity, the stage gets that much less and the problem is
     solved again, so that what is returned fits exactly.
     """
-    problem, per_call = pipeline_problem(planner, setting)
+    pricer = planner.pricer(setting.microbatch_size)
+    best: PipelineSolution | None = None
+    bounds: list[int] = []
+    for is_sliced in reversed(pricer.borders(setting.tp)):
+        # Whole activations are simpler, so they win where both are as fast.
+        below = cutoff if best is None else best.objective + 1
+        solution = _solve_borders(planner, setting, is_sliced, below, time_limit_s)
+        if solution.status != "infeasible":
+            bounds.append(solution.bound)
+        if solution.options:
+            best = solution
+        elif best is None:
+            without = solution
+    if best is None:
+        status: Status = "unknown" if bounds else "infeasible"
+        return replace(without, status=status, bound=min(bounds, default=without.bound))
+    bound = min(*bounds, best.objective)
+    status = "optimal" if bound == best.objective else "feasible"
+    return replace(best, status=status, bound=bound)
+
+
+def _solve_borders(
+    planner: Planner,
+    setting: Setting,
+    is_sequence_parallel: bool,
+    cutoff: int | None,
+    time_limit_s: float,
+) -> PipelineSolution:
+    """Return the best cuts and options where activations cross the borders of blocks in one way."""
+    problem, per_call = pipeline_problem(planner, setting, is_sequence_parallel)
     if cutoff is not None:
         fastest = solve_pipeline(_at_best(problem), cutoff=cutoff, time_limit_s=time_limit_s)
         if fastest.status == "infeasible":
@@ -47,7 +76,7 @@ def solve_setting(
         solution, is_first = _repaired(planner, setting, start, per_call, cutoff, time_limit_s)
         if solution.options or is_first:
             break
-    return solution
+    return replace(solution, variant=int(is_sequence_parallel))
 
 
 def _at_best(problem: PipelineProblem) -> PipelineProblem:
@@ -132,16 +161,22 @@ def _calibrated(
 
 
 def pipeline_problem(
-    planner: Planner, setting: Setting
+    planner: Planner, setting: Setting, is_sequence_parallel: bool = False
 ) -> tuple[PipelineProblem, list[tuple[Decision, ...]]]:
-    """Return the pipeline problem of a setting, and the decisions of each of its calls."""
+    """Return the pipeline problem of a setting, and the decisions of each of its calls.
+
+    With `is_sequence_parallel` activations cross the borders of blocks, and of stages, as slices
+    of tokens, one per tensor-parallel rank.
+    """
     pricer = planner.pricer(setting.microbatch_size)
     live = setting.live()
     runs: list[Run] = []
     per_call: list[tuple[Decision, ...]] = []
     previous: Any = None
     for call, trace_call in enumerate(pricer.trace.calls):
-        decisions = pricer.decisions(trace_call.block, setting.tp)
+        decisions = pricer.decisions(
+            trace_call.block, setting.tp, is_sequence_parallel=is_sequence_parallel
+        )
         per_call.append(decisions)
         is_last = call == len(pricer.trace.calls) - 1
         options = tuple(
@@ -153,16 +188,23 @@ def pipeline_problem(
         else:
             runs.append(Run(count=1, options=options))
         previous = key
-    return _pipeline(planner, setting, pricer, tuple(runs), live), per_call
+    fastest = [decisions[0] for decisions in per_call]
+    return _pipeline(planner, setting, tuple(runs), fastest, is_sequence_parallel), per_call
 
 
 def _pipeline(
-    planner: Planner, setting: Setting, pricer: Pricer, runs: tuple[Run, ...], live: tuple[int, ...]
+    planner: Planner,
+    setting: Setting,
+    runs: tuple[Run, ...],
+    fastest: Sequence[Decision],
+    is_sliced: bool,
 ) -> PipelineProblem:
+    pricer, live = planner.pricer(setting.microbatch_size), setting.live()
     unit = pricer.memory_unit
     num_calls = len(pricer.trace.calls)
     crossing = max(pricer.trace.crossing_bytes, default=0) if setting.pp > 1 else 0
-    fastest = [pricer.decisions(c.block, setting.tp)[0] for c in pricer.trace.calls]
+    if is_sliced:
+        crossing = -(-crossing // setting.tp)
     side = pricer.side_bytes(range(num_calls), fastest, setting.tp)
     grain, once_grain = _grains(runs, setting)
     fixed, boundary = [], []
@@ -171,7 +213,7 @@ def _pipeline(
         transfer = crossing * _transfer_copies(setting, stage, live[stage])
         nbytes = side * live[stage] + pricer.batch_bytes(setting) + transfer
         fixed.append(-(-nbytes // unit))
-        seconds = neighbours * _slowest_cut_s(setting, pricer) if neighbours else 0.0
+        seconds = neighbours * _slowest_cut_s(setting, pricer, is_sliced) if neighbours else 0.0
         boundary.append(-int(-seconds // TICK_S))
     return PipelineProblem(
         runs=runs,
@@ -207,9 +249,9 @@ def _even_cuts(trace: Trace, num_stages: int) -> tuple[bool, ...]:
     return tuple(position in ends for position in range(1, len(trace.calls)))
 
 
-def _slowest_cut_s(setting: Setting, pricer: Pricer) -> float:
+def _slowest_cut_s(setting: Setting, pricer: Pricer, is_sliced: bool) -> float:
     cuts = range(1, len(pricer.trace.calls))
-    return max((pricer.boundary_s(setting, cut) for cut in cuts), default=0.0)
+    return max((pricer.boundary_s(setting, cut, is_sliced=is_sliced) for cut in cuts), default=0.0)
 
 
 def _transfer_copies(setting: Setting, stage: int, live: int) -> int:

@@ -177,6 +177,7 @@ class PipelineSolution:
         options: per block the index of its option; within a run and a stage, blocks with the
             smaller index come first.
         objective: ticks; `bound` is proven: no solution is below it.
+        variant: which one of the caller's problems it solves, where there are several.
     """
 
     status: Status
@@ -184,3 +185,4 @@ class PipelineSolution:
     options: tuple[int, ...]
     objective: int
     bound: int
+    variant: int = 0
