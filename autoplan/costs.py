@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 
 from autoplan.cluster import Cluster
 from autoplan.frontiers import Decision, Frontiers
-from autoplan.fusion import fused_kernels
+from autoplan.fusion import fused_kernels, joined
 from autoplan.graph import Trace
 from autoplan.inner_recompute import folded
 from autoplan.liveness import BlockMemory, block_memory, redone_ops
 from autoplan.local import LocalBlock, LocalOp, localize
+from autoplan.losses import with_loss
 from autoplan.memory import (
     GroupBytes,
     StageBlock,
@@ -25,6 +26,7 @@ from autoplan.memory import (
     static_bytes,
     uses_fsdp,
 )
+from autoplan.offload import host_optimizer_s
 from autoplan.search.problem import BlockOption
 from autoplan.settings import Setting, Workload, shared_states
 from autoplan.step_costs import (
@@ -230,15 +232,11 @@ class Pricer:
         summed = [times[op.name] for op in local.ops if op.op is None and op.inputs[0] in states]
         redone = [times[op.name] for op in redone_ops(local, decision.recompute)]
         redone += [times[name] for name in decision.inner if decision.recompute.mode == "none"]
-        kept = folded(local, decision.inner)
+        kept, accumulating = self.memory_views(local, decision)
         return _BlockBase(
             local=local,
             memory=block_memory(kept, decision.recompute),
-            accumulating=block_memory(
-                _without_gradients(kept) if self.workload.engine.has_gradient_buffer else kept,
-                decision.recompute,
-                accumulating=True,
-            ),
+            accumulating=block_memory(accumulating, decision.recompute, accumulating=True),
             compute_forward_s=sum(t.forward_s for t in times.values()),
             compute_backward_s=sum(t.backward_s for t in times.values()),
             comm_forward_s=sum(t.forward_comm_s for t in times.values()),
@@ -251,6 +249,15 @@ class Pricer:
                 times[op.name].backward_s / 2 for op in local.ops if _has_weight_gradient(op)
             ),
         )
+
+    def memory_views(self, local: LocalBlock, decision: Decision) -> tuple[LocalBlock, LocalBlock]:
+        """Return a block as its tensors live: in a step's first micro-batch, and in later ones."""
+        engine = self.workload.engine
+        kept = with_loss(folded(local, decision.inner), engine.loss)
+        if self.workload.is_compiled and not local.block.is_glue:
+            kept = joined(kept)
+        is_fused = engine.has_gradient_buffer and engine.fuses_gradients and not local.block.is_glue
+        return kept, _without_gradients(kept) if is_fused else kept
 
     def _op_times(self, local: LocalBlock, tp: int) -> dict[str, OpTime]:
         """Return the seconds of each op; a joint kernel counts with its first."""
@@ -329,7 +336,7 @@ class Pricer:
         again_s = regather_s + comm.reduce_s
         copy_f, copy_b, copy_once = self._copy_times(group, setting, is_gathered_again)
         once_zero_s = comm.once_gather_s + comm.once_reduce_s
-        if overlaps_communication(self.cluster):
+        if self.overlaps(setting):
             exposed_f = exposed_s(comm.gather_s, forward)
             exposed_b = exposed_s(again_s, backward)
             if self.workload.engine.overlaps_reduction:
@@ -383,11 +390,23 @@ class Pricer:
             comm.reduce_s + comm.once_reduce_s + timer.memory_s(reduce),
         )
 
+    def overlaps(self, setting: Setting) -> bool:
+        """Return whether gathers and reductions run beside the computation.
+
+        FSDP over one device copies its parameters in on the stream that computes.
+        """
+        return overlaps_communication(self.cluster) and (
+            setting.dp > 1 or setting.offload == "none"
+        )
+
     def _optimizer_time(self, group: GroupBytes, setting: Setting) -> float:
         traffic = optimizer_bytes(group, setting, self.workload)
         if traffic == 0:
             return 0.0
-        return self.tally.add(self.cluster.device.optimizer_time_s(traffic))
+        device_s = self.tally.add(self.cluster.device.optimizer_time_s(traffic))
+        # Kernels are launched by the same host: a step there is never faster than their launches.
+        is_offloaded = setting.offload != "none"
+        return max(device_s, host_optimizer_s(traffic, self.cluster)) if is_offloaded else device_s
 
     def stage_block(
         self,
@@ -521,6 +540,8 @@ class Pricer:
             working += group.gathered_grads
         else:
             working += 2 * group.gathered + group.gathered_grads
+            if setting.offload != "none":
+                working += -(-group.stored // setting.dp)
         is_last = call == len(self.trace.calls) - 1
         if is_last and live == 1 and setting.schedule != "gpipe":
             working, kept = working + kept, 0
@@ -652,11 +673,31 @@ class Pricer:
             is_gloo=not overlaps_communication(self.cluster),
             side_bytes=self.side_bytes(calls, [decisions[c] for c in calls], setting.tp),
             input_bytes=self.batch_bytes(setting),
+            stand_in_bytes=self.stand_in_bytes(calls, decisions, setting.tp),
             entering=entering,
             leaving=leaving,
             reserve=self.cluster.reserved_bytes,
             engine=self.workload.engine,
         )
+
+    def stand_in_bytes(self, calls: Sequence[int], decisions: Sequence[Decision], tp: int) -> int:
+        """Return bytes of the tensors that stand for weight gradients, one for each shape."""
+        if not self.workload.engine.keeps_stand_ins:
+            return 0
+        sizes: dict[tuple[object, ...], int] = {}
+        for block, decision in {
+            (self.trace.calls[c].block, decisions[c].key): (self.trace.calls[c].block, decisions[c])
+            for c in calls
+        }.values():
+            local = self.base(block, decision, tp).local
+            if local.block.is_glue:
+                continue
+            products = {n for op in local.ops if op.op and op.op.kind == "gemm" for n in op.inputs}
+            for state in local.block.states:
+                if state.name in products and state.is_trained:
+                    nbytes = local.state_bytes[state.name]
+                    sizes[(state.shape, local.state_placements[state.name])] = nbytes
+        return sum(sizes.values())
 
     def batch_bytes(self, setting: Setting) -> int:
         """Return bytes of this rank's share of the batch for one step.
