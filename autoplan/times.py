@@ -81,7 +81,7 @@ class Timer:
         self.degree = degree
         self.link = cluster.link_for(degree, 1)
         self.tally = tally or Tally()
-        self._times: dict[tuple[int, str, bool], OpTime] = {}
+        self._times: dict[tuple[int, str, bool], tuple[OpTrace, OpTime]] = {}
         # What-if devices have the name of the one that they were made from.
         is_real = "(scaled:" not in self.device.description
         version = str(torch.__version__)
@@ -129,8 +129,9 @@ class Timer:
                 found = OpTime(forward_s=measured.forward_s, backward_s=measured.backward_s)
             else:
                 found = self._new_time(op, option.gemm_dim, option.is_split)
-            self._times[key] = found
-        return self._times[key]
+            # The op is kept, so that no later one can have its id.
+            self._times[key] = (op, found)
+        return self._times[key][1]
 
     def _new_time(self, op: OpTrace, gemm_dim: str, is_split: bool) -> OpTime:
         split = self.degree if is_split else 1
