@@ -107,23 +107,20 @@ def frontiers_bound(planner: Planner, setting: Setting) -> Refinement:
 def _border_bound(planner: Planner, setting: Setting, is_sequence_parallel: bool) -> Refinement:
     pricer = planner.pricer(setting.microbatch_size)
     total, slowest, once, static = 0, 0, 0, 0
-    live = setting.live()[0]
     for call, count in pricer.alike(setting):
         block = pricer.trace.calls[call].block
         decisions = pricer.decisions(block, setting.tp, is_sequence_parallel=is_sequence_parallel)
-        options = [pricer.option(call, d, setting, live) for d in decisions]
-        fastest = min(o.forward + o.backward for o in options)
-        total += count * fastest
-        slowest = max(slowest, fastest)
-        once += count * min(o.once for o in options)
-        static += count * min(o.static for o in options)
+        least = pricer.least_option(call, decisions, setting)
+        total += count * least.forward
+        slowest = max(slowest, least.forward)
+        once += count * least.once
+        static += count * least.static
     unit = pricer.memory_unit
     capacity = planner.cluster.capacity_bytes // unit
     if static > capacity * setting.pp:
         need = static * unit // setting.pp
         return Refinement(
-            infeasible=f"parameters, gradients and optimizer state alone need "
-            f"{format_bytes(need)} a device"
+            infeasible=f"parameters and optimizer state alone need {format_bytes(need)} a device"
         )
     m = setting.num_microbatches
     bound = total + (m - 1) * max(slowest, -(-total // setting.pp)) + -(-once // setting.pp)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from autoplan.cluster import Cluster
 from autoplan.frontiers import Decision, Frontiers
@@ -27,6 +28,7 @@ from autoplan.memory import (
     uses_fsdp,
 )
 from autoplan.offload import host_optimizer_s
+from autoplan.plan import Recompute
 from autoplan.search.problem import BlockOption
 from autoplan.settings import Setting, Workload, shared_states
 from autoplan.step_costs import (
@@ -46,13 +48,16 @@ __all__ = ["BlockPrice", "PlanPrice", "Pricer"]
 TICK_S = 1e-9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _BlockBase:
-    """What a decision costs by itself at a tensor-parallel degree."""
+    """What a decision costs by itself at a tensor-parallel degree.
+
+    Its memory is walked when it is first asked for: a bound of the time does not need it.
+    """
 
     local: LocalBlock
-    memory: BlockMemory
-    accumulating: BlockMemory
+    views: tuple[LocalBlock, LocalBlock]
+    recompute: Recompute
     compute_forward_s: float
     compute_backward_s: float
     comm_forward_s: float
@@ -71,6 +76,16 @@ class _BlockBase:
     def backward_s(self) -> float:
         """Return seconds of its backward, what runs again included, without them likewise."""
         return self.compute_backward_s + self.comm_backward_s + self.redo_s
+
+    @cached_property
+    def memory(self) -> BlockMemory:
+        """Return the bytes of a step's first micro-batch."""
+        return block_memory(self.views[0], self.recompute)
+
+    @cached_property
+    def accumulating(self) -> BlockMemory:
+        """Return the bytes of a later micro-batch."""
+        return block_memory(self.views[1], self.recompute, accumulating=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,11 +247,10 @@ class Pricer:
         summed = [times[op.name] for op in local.ops if op.op is None and op.inputs[0] in states]
         redone = [times[op.name] for op in redone_ops(local, decision.recompute)]
         redone += [times[name] for name in decision.inner if decision.recompute.mode == "none"]
-        kept, accumulating = self.memory_views(local, decision)
         return _BlockBase(
             local=local,
-            memory=block_memory(kept, decision.recompute),
-            accumulating=block_memory(accumulating, decision.recompute, accumulating=True),
+            views=self.memory_views(local, decision),
+            recompute=decision.recompute,
             compute_forward_s=sum(t.forward_s for t in times.values()),
             compute_backward_s=sum(t.backward_s for t in times.values()),
             comm_forward_s=sum(t.forward_comm_s for t in times.values()),
@@ -555,6 +569,31 @@ class Pricer:
             kept=-(-kept // unit),
             static=-(-(resident + grads) // unit),
             working=-(-working // unit),
+        )
+
+    def least_option(
+        self, call: int, decisions: Sequence[Decision], setting: Setting
+    ) -> BlockOption:
+        """Return an option that no decision beats in time, once and static memory.
+
+        Nothing of it needs a walk of what the decisions keep, so it is cheap.
+        """
+        shared = self._shared_before(call) if setting.pp == 1 else frozenset()
+        time, once, static = [], [], []
+        for decision in decisions:
+            price = self.price(call, decision, setting)
+            group = self.group(call, decision, setting, set(shared))
+            held = static_bytes(group, setting, self.workload.optimizer)
+            time.append(_ticks(price.forward_s) + _ticks(price.backward_s))
+            once.append(_ticks(price.once_s))
+            static.append(held.parameters + held.optimizer)
+        return BlockOption(
+            forward=min(time),
+            backward=0,
+            once=min(once),
+            kept=0,
+            static=min(static) // self.memory_unit,
+            working=0,
         )
 
     def alike(self, setting: Setting) -> list[tuple[int, int]]:
