@@ -26,7 +26,7 @@ from autoplan.memory import (
     static_bytes,
     uses_fsdp,
 )
-from autoplan.offload import host_optimizer_s
+from autoplan.offload import away_s, host_optimizer_s
 from autoplan.search.problem import BlockOption
 from autoplan.settings import Setting, Workload, shared_states
 from autoplan.step_costs import (
@@ -47,7 +47,10 @@ TICK_S = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BlockBase:
-    """What a decision costs by itself at a tensor-parallel degree."""
+    """What a decision costs by itself at a tensor-parallel degree.
+
+    `away_s`: of copying what is saved to the host in the forward, or back in the backward.
+    """
 
     local: LocalBlock
     memory: BlockMemory
@@ -60,16 +63,17 @@ class _BlockBase:
     redo_s: float
     redo_comm_s: float
     weight_backward_s: float
+    away_s: float
 
     @property
     def forward_s(self) -> float:
         """Return seconds of one micro-batch's forward, without data-parallel collectives."""
-        return self.compute_forward_s + self.comm_forward_s
+        return self.compute_forward_s + self.comm_forward_s + self.away_s
 
     @property
     def backward_s(self) -> float:
         """Return seconds of its backward, what runs again included, without them likewise."""
-        return self.compute_backward_s + self.comm_backward_s + self.redo_s
+        return self.compute_backward_s + self.comm_backward_s + self.redo_s + self.away_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +154,7 @@ class Pricer:
                 self.timer(tp),
                 whole=self.whole_states(block),
                 recompute=self.recompute,
+                offloads="activations" in self.workload.offload,
             )
             if tp > 1 and self.recompute in (None, "none"):
                 lean = self.plain_decision(block, tp, lean=True)
@@ -231,6 +236,7 @@ class Pricer:
             weight_backward_s=sum(
                 times[op.name].backward_s / 2 for op in local.ops if _has_weight_gradient(op)
             ),
+            away_s=away_s(local, self.cluster) if decision.recompute.mode == "offload" else 0.0,
         )
 
     def memory_views(self, local: LocalBlock, decision: Decision) -> tuple[LocalBlock, LocalBlock]:
@@ -337,6 +343,7 @@ class Pricer:
             by_category={
                 "compute": base.compute_forward_s + base.compute_backward_s,
                 "recompute": base.redo_s,
+                **({"offload": 2 * base.away_s} if base.away_s else {}),
                 "tensor_parallel": tensor_s,
                 "zero": exposed_f + exposed_b,
             },
@@ -540,14 +547,14 @@ class Pricer:
             working=-(-working // unit),
         )
 
-    def alike(self, setting: Setting) -> list[tuple[int, int]]:
-        """Return one call of each kind that `option` tells apart, and how many there are."""
+    def alike(self, setting: Setting) -> list[list[int]]:
+        """Return the calls of each kind that `option` tells apart."""
         kinds: dict[tuple[object, ...], list[int]] = {}
         for call, trace_call in enumerate(self.trace.calls):
             shared = self._shared_before(call) if setting.pp == 1 else frozenset()
             is_last = call == len(self.trace.calls) - 1
             kinds.setdefault((trace_call.block, is_last, shared), []).append(call)
-        return [(calls[0], len(calls)) for calls in kinds.values()]
+        return list(kinds.values())
 
     def _shared_before(self, call: int) -> frozenset[str]:
         """Return the parameters of a call that earlier calls read too."""
@@ -604,7 +611,7 @@ class Pricer:
         pipeline_s = pipeline_step_s(stage_s, setting)
         step = pipeline_s + max(once)
         for name, seconds in slowest[1].items():
-            totals[name] += m * seconds
+            totals[name] = totals.get(name, 0.0) + m * seconds
         totals["pipeline"] += pipeline_s - m * max(stage_s)
         index = once.index(max(once))
         calls = range(starts[index], ends[index])

@@ -88,6 +88,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("estimating", "optimizing"),
     (
         "lowering",
+        "host_activations",
         "recompute",
         "sharded_ops",
         "sharders",
