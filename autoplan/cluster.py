@@ -244,6 +244,8 @@ def _link_for(cluster: Cluster, degree: int, stride: int) -> LinkProfile:
         num_crossings, ranks_per_node = 2, 1
     intra, inter = cluster.intra, cluster.inter
     hops_s = num_crossings * inter.latency_s + (degree - num_crossings) * intra.latency_s
+    depth_s = math.ceil(math.log2(num_crossings)) * inter.latency_s
+    depth_s += (math.ceil(degree / num_crossings) - 1) * intra.latency_s
     ring = inter.bytes_per_s
     if ranks_per_node > 1:
         ring = min(ranks_per_node * inter.bytes_per_s, intra.bytes_per_s)
@@ -252,7 +254,10 @@ def _link_for(cluster: Cluster, degree: int, stride: int) -> LinkProfile:
         inter,
         name=f"{inter.name}, {ranks_per_node} per node",
         latency_s=hops_s / degree,
+        tree_latency_s=depth_s,
+        ranks_per_node=ranks_per_node,
         ring_bytes_per_s=ring,
+        ring_limit_bytes_per_s=intra.bytes_per_s,
         origin_by_field={**inter.origin_by_field, "ring_bytes_per_s": origin},
     )
 

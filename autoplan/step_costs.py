@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoplan.cluster import Cluster
-from autoplan.memory import GroupBytes
+from autoplan.memory import GroupBytes, uses_fsdp
+from autoplan.profiles.link import LinkProfile
 from autoplan.settings import Setting, Workload
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "copy_bytes",
     "data_parallel_times",
     "exposed_s",
+    "interference",
+    "is_wrapped",
     "optimizer_bytes",
     "pipeline_step_s",
     "regathers",
@@ -22,7 +25,7 @@ __all__ = [
     "transfer_s",
 ]
 
-# Kernels and collectives that run at once each take longer by this factor.
+# Kernels and collectives that run at once each take longer by this factor, unless measured.
 # Source: Hetu-Galvatron, hardware_configs/overlap_coefficient.json (1.1256), GPU not stated.
 INTERFERENCE = 1.1256
 
@@ -50,7 +53,8 @@ def data_parallel_times(
 
     Stage 3 gathers (once or twice, see `regathers`) and reduce-scatters for every micro-batch,
     stage 2 gathers once a step and reduce-scatters for every micro-batch, stage 1 does both once a
-    step; stage 0 all-reduces once a step (Rajbhandari et al. 2020, section 7;
+    step; stage 0 all-reduces once a step, each parameter for itself unless they lie in one buffer
+    (`sharders.GradientReducer`; Rajbhandari et al. 2020, section 7;
     docs/design/memory-of-fsdp.md). Gradients are reduced in float32 under mixed precision unless
     the engine says otherwise.
     """
@@ -59,9 +63,9 @@ def data_parallel_times(
     link = cluster.link_for(setting.dp, setting.tp)
     reduced = group.trained if workload.engine.is_gradient_wide else group.gathered_grads
     if setting.zero_stage == 0:
-        return DataParallelTimes(
-            once_reduce_s=link.collective_time_s("all_reduce", reduced, setting.dp)
-        )
+        parts = 1 if workload.engine.has_gradient_buffer else max(1, group.trained_tensors)
+        reduce_s = parts * link.collective_time_s("all_reduce", reduced / parts, setting.dp)
+        return DataParallelTimes(once_reduce_s=reduce_s)
     gather_s = link.collective_time_s("all_gather", group.gathered, setting.dp)
     reduce_s = link.collective_time_s("reduce_scatter", reduced, setting.dp)
     if setting.zero_stage == 1:
@@ -96,19 +100,31 @@ def copy_bytes(group: GroupBytes, setting: Setting, workload: Workload) -> tuple
     return float(gather), float(reduce + 2 * reduced * engine.divides_reduced)
 
 
-def exposed_s(communication_s: float, compute_s: float) -> float:
+def interference(link: LinkProfile) -> float:
+    """Return by how much kernels and a link's collectives slow each other: measured, if it was."""
+    return INTERFERENCE if link.interference is None else link.interference
+
+
+def exposed_s(communication_s: float, compute_s: float, slowed: float = INTERFERENCE) -> float:
     """Return by how much communication beside compute makes the compute longer.
 
-    Both slow down by `INTERFERENCE` while they run at once; what is left of the longer one runs
-    alone (Miao et al. 2022, Galvatron, section 4.1).
+    Both slow down by `slowed` while they run at once; what is left of the longer one runs alone
+    (Miao et al. 2022, Galvatron, section 4.1).
     """
     longest_s = max(communication_s, compute_s)
-    return longest_s + slowdown_s(communication_s, compute_s) - compute_s
+    return longest_s + slowdown_s(communication_s, compute_s, slowed) - compute_s
 
 
-def slowdown_s(communication_s: float, compute_s: float) -> float:
+def slowdown_s(communication_s: float, compute_s: float, slowed: float = INTERFERENCE) -> float:
     """Return by how much each of two pieces of work is longer because they run at once."""
-    return (INTERFERENCE - 1) * min(communication_s, compute_s)
+    return (slowed - 1) * min(communication_s, compute_s)
+
+
+def is_wrapped(group: GroupBytes, setting: Setting, workload: Workload) -> bool:
+    """Return whether FSDP gathers a block's parameters over data-parallel ranks by its hooks."""
+    is_mixed = workload.mixed_precision != "none"
+    has_hooks = uses_fsdp(setting, is_mixed) and not workload.engine.has_gradient_buffer
+    return has_hooks and setting.dp > 1 and group.gathered > 0
 
 
 def optimizer_bytes(group: GroupBytes, setting: Setting, workload: Workload) -> float:

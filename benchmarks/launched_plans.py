@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,7 +12,7 @@ from autoplan import codec
 from autoplan.launcher import launch
 from autoplan.plan import Plan
 
-__all__ = ["launch_plans", "work_through"]
+__all__ = ["launch_plans", "work_through", "work_through_all"]
 
 Result = TypeVar("Result")
 
@@ -44,6 +44,13 @@ def launch_plans(
 
 def work_through(folder: Path, execute: Callable[[Plan], object]) -> None:
     """Execute every plan in a folder on this rank and write what was measured beside it."""
+    work_through_all(folder, lambda plans: [execute(plan) for plan in plans])
+
+
+def work_through_all(folder: Path, execute: Callable[[Sequence[Plan]], Sequence[object]]) -> None:
+    """Execute all plans in a folder together on this rank, likewise."""
     rank = int(os.environ["RANK"])
-    for path in sorted(folder.glob("*.plan")):
-        path.with_suffix(f".{rank}").write_text(codec.dumps(execute(Plan.load(path))))
+    paths = sorted(folder.glob("*.plan"))
+    found = execute([Plan.load(path) for path in paths])
+    for path, measured in zip(paths, found, strict=True):
+        path.with_suffix(f".{rank}").write_text(codec.dumps(measured))
