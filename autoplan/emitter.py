@@ -7,7 +7,7 @@ the block modules, and torch's pipeline schedules drive the stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -179,7 +179,8 @@ class _Emission:
         plan, program = self.plan, self.program
         cuts = [[block.call for block in stage.blocks] for stage in plan.stages]
         stages = slice_program(program, cuts)
-        _check_stages(program, stages)
+        parameters = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
+        _check_stages(program, stages, parameters)
         stage = stages[self._rank("pp")]
         root = build_root(self.model, root_contents(self.model, program, stage), self.device)
         group = self.mesh.get_group("dp") if self.mesh is not None else None
@@ -388,9 +389,12 @@ class _Emission:
         return texts
 
 
-def _check_stages(program: Program, stages: Sequence[StageSlice]) -> None:
+def _check_stages(
+    program: Program, stages: Sequence[StageSlice], parameters: Collection[str]
+) -> None:
     for stage in stages:
-        if len(stages) > 1 and not any(program.calls[i].states for i in stage.calls):
+        states = {fqn for i in stage.calls for fqn in program.calls[i].states}
+        if len(stages) > 1 and states.isdisjoint(parameters):
             names = ", ".join(program.graphs[program.calls[i].graph].name for i in stage.calls)
             raise PlanError(
                 f"stage {stage.index} ({names}) has no parameter, so no optimizer can be made on "

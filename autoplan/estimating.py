@@ -20,7 +20,8 @@ from autoplan.inner_recompute import attention_core
 from autoplan.plan import Plan, Recompute, SearchRecord
 from autoplan.planner import Planner, make_planner
 from autoplan.settings import Setting
-from autoplan.simple import even_block_ends, even_ends, simple_decisions
+from autoplan.simple import simple_decisions
+from autoplan.stage_ends import even_block_ends, even_stage_ends, is_runnable
 from autoplan.tensor_layout import megatron_axes
 from autoplan.units import format_bytes
 
@@ -63,7 +64,7 @@ class Estimate:
             raise PlanError(
                 "this configuration is priced only, it has no plan that could be run: leave out "
                 "engine, tensor_layout, virtual_stages, product_dtype, is_compiled, traces and "
-                "recompute='attention'"
+                "recompute='attention', and give every stage a block with parameters"
             )
         return self.written
 
@@ -190,6 +191,7 @@ def estimate(
         and recompute != "attention"
         and product_dtype is None
         and not is_compiled
+        and (pp == 1 or is_runnable(trace, ends))
     )
     if not is_emitted or traces is not None:
         return _priced(
@@ -253,7 +255,7 @@ def _ends(
         raise ValueError(f"pp={pp} stages for a chain of {num_calls} blocks: lower pp")
     if stage_ends == "blocks":
         return even_block_ends(trace, pp)
-    ends = even_ends(num_calls, pp) if stage_ends is None else tuple(map(int, stage_ends))
+    ends = even_stage_ends(trace, pp) if stage_ends is None else tuple(map(int, stage_ends))
     is_rising = all(a < b for a, b in zip((0, *ends), ends, strict=False))
     if len(ends) != pp or ends[-1] != num_calls or not is_rising:
         raise ValueError(

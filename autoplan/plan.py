@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from autoplan import codec
 from autoplan.errors import PlanError
 from autoplan.stage_costs import PlanCosts
+from autoplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -271,6 +272,19 @@ class Plan:
         partial = target.with_name(target.name + ".partial")
         partial.write_text(self.to_json() + "\n")
         partial.replace(target)
+
+    def __repr__(self) -> str:
+        """Return one line; `report` and `to_json` tell the rest."""
+        peak = max(self.predicted.peak_memory_bytes, default=0)
+        return (
+            f"<Plan of {self.model} for {self.provenance.get('cluster', 'a cluster')}: "
+            f"{self.mesh} ZeRO-{self.zero_stage}, {self.num_microbatches} micro-batches of "
+            f"{self.microbatch_size}, predicted {format_seconds(self.predicted.step_time_s)} and "
+            f"{format_bytes(peak)}, {self.search.status}>"
+        )
+
+    def __str__(self) -> str:
+        return self.report()
 
     def report(self) -> str:
         """Return the plan as text: what, why, memory by category, simpler strategies, bound."""

@@ -19,7 +19,7 @@ from autoplan.limits import constraint_texts, kept_constraints
 from autoplan.memory import StageMemory
 from autoplan.profiles.catalog import list_profiles, load_profile
 from autoplan.settings import Setting
-from autoplan.simple import even_ends
+from autoplan.stage_ends import even_stage_ends, is_runnable
 from autoplan.units import format_bytes, format_bytes_up
 
 if TYPE_CHECKING:
@@ -77,9 +77,13 @@ def _least_of(planner: Planner, setting: Setting) -> Least:
     pricer = planner.pricer(setting.microbatch_size)
     calls = range(len(pricer.trace.calls))
     decisions = tuple(_leanest(pricer, call, setting) for call in calls)
-    best = _priced(pricer, setting, even_ends(len(calls), setting.pp), decisions)
+    best = _priced(pricer, setting, even_stage_ends(pricer.trace, setting.pp), decisions)
     for _ in range(len(calls)):
-        moved = [_priced(pricer, setting, ends, decisions) for ends in _moved(best.ends)]
+        moved = [
+            _priced(pricer, setting, ends, decisions)
+            for ends in _moved(best.ends)
+            if setting.pp == 1 or is_runnable(pricer.trace, ends)
+        ]
         better = min(moved, key=lambda least: least.need_bytes, default=best)
         if better.need_bytes >= best.need_bytes:
             break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from autoplan.cluster import Cluster
@@ -144,6 +145,9 @@ class Setting:
         return (m,) * self.pp if self.schedule == "gpipe" else (1,)
 
 
+_ARGUMENTS = ("batch", "batch_dim", "global_batch_size", "loss_fn", "optimizer", "within", "forbid")
+
+
 def check_pins(pins: Mapping[str, Any]) -> None:
     """Check the names and values of pinned settings.
 
@@ -152,7 +156,9 @@ def check_pins(pins: Mapping[str, Any]) -> None:
     """
     for key, value in pins.items():
         if key not in PIN_KEYS:
-            raise ValueError(f"cannot pin {key!r}; allowed are {', '.join(PIN_KEYS)}")
+            near = get_close_matches(key, [*PIN_KEYS, *_ARGUMENTS], n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(f"cannot pin {key!r}{hint}; allowed are {', '.join(PIN_KEYS)}")
         if key == "recompute":
             if value not in _RECOMPUTE:
                 raise ValueError(f"recompute={value!r}; allowed are {', '.join(_RECOMPUTE)}")
@@ -175,8 +181,9 @@ def settings_of(
     """Yield every setting of the space that obeys the rules, the pins and the limits.
 
     Rules: dp * tp * pp is the number of devices; tp stays inside a node; there are at least as many
-    blocks as stages; the batch divides into dp * num_microbatches * microbatch_size; 1F1B has at
-    least as many micro-batches as stages; without data parallelism there is nothing to shard.
+    blocks with parameters (`num_blocks`) as stages; the batch divides into dp * num_microbatches *
+    microbatch_size; 1F1B has at least as many micro-batches as stages; without data parallelism
+    there is nothing to shard.
     """
     for setting in _unlimited(cluster, workload, num_blocks, pins, devices or cluster.world_size):
         if limits.allows_all({name: getattr(setting, name) for name in LIMITED_KEYS}):
@@ -244,7 +251,9 @@ def broken_rules(
         return tuple(found)
     pp = pins.get("pp", 1)
     if pp > num_blocks:
-        found.append(f"pp={pp} stages need at least {pp} blocks, the model has {num_blocks}")
+        found.append(
+            f"pp={pp} stages need as many blocks with parameters, the model has {num_blocks}"
+        )
     dp = pins.get("dp", world // product if {"tp", "pp"} <= given.keys() else 1)
     size, m = pins.get("microbatch_size", 1), pins.get("num_microbatches", 1)
     if batch % (dp * size * m):

@@ -88,6 +88,11 @@ def test_another_schedule_over_the_same_stages_is_a_what_if() -> None:
 def test_the_report_shows_the_simulated_step_by_part() -> None:
     plan = priced(pp=4)
     text = plan.report()
+    assert str(plan) == text
+    line = repr(plan)
+    assert "\n" not in line
+    assert str(plan.mesh) in line
+    assert plan.search.status in line
     assert "Simulated step, a prediction: " in text
     for part in ("compute", "exposed pipeline communication", "optimizer", "bubble"):
         assert f"\n  {part}" in text
