@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["least_s", "host_seconds"]
+__all__ = ["host_seconds", "least_s"]
 
 ROWS, WIDTH = 4, 8
 MIXES = 8  # of OPS_PER_MIX ops each, in one graph
