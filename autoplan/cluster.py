@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan import codec
+from autoplan.meshes import HasDegrees, stride_of
 from autoplan.nodes import NODES
 from autoplan.profiles.catalog import load_profile
 from autoplan.profiles.device import DeviceProfile
@@ -225,6 +226,35 @@ class Cluster:
                 f"{self} has {self.world_size}"
             )
         return _link_for(self, degree, stride)
+
+    def link_between_stages(self, mesh: HasDegrees, stage: int | None = None) -> LinkProfile:
+        """Return the link that prices what a pipeline stage sends to the next.
+
+        Args:
+            mesh: degrees and the order of axes.
+            stage: that sends forward; None: the one with the longest way, if any has it.
+        """
+        stride = stride_of("pp", mesh)
+        if not _crosses(self.gpus_per_node, self.world_size, stride, mesh.pp, stage):
+            return self.intra
+        return _link_for(self, 2, self.gpus_per_node)
+
+
+@lru_cache(maxsize=4096)
+def _crosses(gpus: int, world: int, stride: int, pp: int, stage: int | None) -> bool:
+    """Return whether some rank of a stage (of any, if None) and its peer of the next lie apart.
+
+    The ranks `first` to `first + stride` of a stage send `stride` farther, over every border of
+    nodes up to `first + 2 * stride`.
+    """
+    width = stride * pp
+    stages = range(pp - 1) if stage is None else (stage,)
+    starts = range(0, min(world, math.lcm(width, gpus)), width)
+    return any(
+        (start + s * stride) // gpus != (start + (s + 2) * stride - 1) // gpus
+        for start in starts
+        for s in stages
+    )
 
 
 def _existing(link: LinkProfile | None) -> LinkProfile:

@@ -29,6 +29,7 @@ from autoplan.search.problem import BlockOption
 from autoplan.settings import Setting, Workload, shared_states
 from autoplan.step_costs import (
     copy_bytes,
+    data_parallel_link,
     data_parallel_times,
     exposed_s,
     interference,
@@ -333,7 +334,7 @@ class Pricer:
         copy_f, copy_b, copy_once = self._copy_times(group, setting, is_gathered_again)
         once_zero_s = comm.once_gather_s + comm.once_reduce_s
         if overlaps_communication(self.cluster):
-            slowed = interference(self.cluster.link_for(setting.dp, setting.tp))
+            slowed = interference(data_parallel_link(setting, self.cluster))
             exposed_f = exposed_s(comm.gather_s, forward, slowed)
             exposed_b = exposed_s(again_s, backward, slowed)
             if self.workload.engine.overlaps_reduction:
@@ -597,10 +598,21 @@ class Pricer:
         """Return the bytes of one unit of memory in the search: about 2**-20 of the capacity."""
         return max(1, self.cluster.capacity_bytes >> 20)
 
-    def boundary_s(self, setting: Setting, cut: int, *, is_sliced: bool = False) -> float:
-        """Return the seconds of sending one micro-batch's activations over a cut, one way."""
+    def boundary_s(
+        self, setting: Setting, cut: int, *, stage: int | None = None, is_sliced: bool = False
+    ) -> float:
+        """Return the seconds of sending one micro-batch's activations over a cut, one way.
+
+        Args:
+            setting: degrees and their order.
+            cut: index of the first call after it.
+            stage: before it; None: whichever is farthest from the next.
+            is_sliced: as in `transfer_s`.
+        """
         nbytes = self.trace.crossing_bytes[cut - 1]
-        return transfer_s(nbytes, setting, self.workload, self.cluster, is_sliced=is_sliced)
+        return transfer_s(
+            nbytes, setting, self.workload, self.cluster, stage=stage, is_sliced=is_sliced
+        )
 
     def action_s(self, setting: Setting) -> float:
         """Return seconds of the host in a forward or a backward of a pipeline stage, ops apart."""
@@ -664,9 +676,9 @@ class Pricer:
         is_sliced = decisions[starts[stage]].is_sequence_parallel
         seconds = 0.0
         if stage > 0:
-            seconds += self.boundary_s(setting, starts[stage], is_sliced=is_sliced)
+            seconds += self.boundary_s(setting, starts[stage], stage=stage - 1, is_sliced=is_sliced)
         if stage < setting.pp - 1:
-            seconds += self.boundary_s(setting, starts[stage + 1], is_sliced=is_sliced)
+            seconds += self.boundary_s(setting, starts[stage + 1], stage=stage, is_sliced=is_sliced)
         return (seconds + 2 * self.action_s(setting)) * setting.virtual_stages
 
     def _stage_memory(

@@ -78,7 +78,7 @@ def static_bytes(
     beside them; a copy in the stored dtype, where that is another, belongs to the optimizer:
     2 + 4 bytes per bfloat16 parameter and 12 / dp of ZeRO-1 (Megatron-LM, distributed optimizer).
     """
-    shards = setting.dp if setting.zero_stage >= 1 else 1
+    shards = setting.shards
     states = int(group.trained * optimizer.state_bytes_per_byte)
     if engine.has_gradient_buffer:
         copy = group.trained if group.stored > group.gathered else 0
@@ -295,7 +295,7 @@ class _Walk:
         self.gathered.clear()
         self.buffers.clear()
         self.reduce_input = 0
-        shards = self.setting.dp if self.zero >= 1 else 1
+        shards = self.setting.shards
         temporary = sum(self.whole.values()) if self.is_foreach else 2 * self.largest
         if self.has_buffer and not self.is_foreach:
             temporary = 0  # one fused kernel over all parameters
@@ -335,7 +335,7 @@ class _Walk:
         earlier = list(self.buffers)
         if self.zero > 0 and self.setting.dp > 1:
             self.buffers[group] = size
-            self.note("gathering parameters", size // self.setting.dp if self.is_mixed else 0)
+            self.note("gathering parameters", size // self.setting.dp_shard if self.is_mixed else 0)
         self.gathered[group] = size
         self.note("gathering parameters")
         for other in earlier:
@@ -414,6 +414,8 @@ class _Walk:
         self.gradients.pop(group, None)
         self._marks = {m for m in self._marks if group != self.root}
         copy = size if self.is_gloo and self.zero > 0 else 0
-        shard = -(-self.whole[group] // self.setting.dp) if self.zero > 0 else self.whole[group]
+        shard = (
+            -(-self.whole[group] // self.setting.dp_shard) if self.zero > 0 else self.whole[group]
+        )
         self.note("reducing gradients", shard + copy + retained)
         self.sharded[group] = shard

@@ -9,7 +9,7 @@ from autoplan.costs import Pricer
 from autoplan.frontiers import Decision
 from autoplan.settings import Setting
 from autoplan.stage_costs import BlockCosts, BlockSeconds, PlanCosts, StageCosts
-from autoplan.step_costs import interference, regathers, slowdown_s
+from autoplan.step_costs import data_parallel_link, interference, regathers, slowdown_s
 from autoplan.times import overlaps_communication
 
 __all__ = ["plan_costs"]
@@ -44,7 +44,9 @@ def plan_costs(
         stages.append(
             StageCosts(
                 blocks=blocks,
-                send_s=pricer.boundary_s(setting, end) if stage < setting.pp - 1 else 0.0,
+                send_s=pricer.boundary_s(setting, end, stage=stage)
+                if stage < setting.pp - 1
+                else 0.0,
                 side_bytes=pricer.side_bytes(range(start, end), decisions[start:end], setting.tp),
                 input_bytes=pricer.batch_bytes(setting),
                 entering_bytes=entering,
@@ -92,7 +94,7 @@ def _seconds(pricer: Pricer, setting: Setting, call: int, decision: Decision) ->
         is_gathered_again = regathers(setting, is_glue=pricer.trace.blocks[block].is_glue)
         regathered_s = gather_s if is_gathered_again else 0.0
         reduced_s = reduce_s if setting.zero_stage >= 2 else 0.0
-        slowed = interference(pricer.cluster.link_for(setting.dp, setting.tp))
+        slowed = interference(data_parallel_link(setting, pricer.cluster))
         slow_forward_s = slowdown_s(gathered_s, base.forward_s, slowed)
         slow_backward_s = slowdown_s(regathered_s + reduced_s, base.backward_s, slowed)
     return BlockSeconds(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoplan.cluster import Cluster
 from autoplan.memory import GroupBytes, uses_fsdp
+from autoplan.meshes import stride_of
 from autoplan.profiles.link import LinkProfile
 from autoplan.settings import Setting, Workload
 
@@ -14,6 +15,7 @@ __all__ = [
     "INTERFERENCE",
     "DataParallelTimes",
     "copy_bytes",
+    "data_parallel_link",
     "data_parallel_times",
     "exposed_s",
     "interference",
@@ -60,19 +62,45 @@ def data_parallel_times(
     """
     if setting.dp == 1 or group.gathered == 0:
         return DataParallelTimes()
-    link = cluster.link_for(setting.dp, setting.tp)
     reduced = group.trained if workload.engine.is_gradient_wide else group.gathered_grads
     if setting.zero_stage == 0:
         parts = 1 if workload.engine.has_gradient_buffer else max(1, group.trained_tensors)
+        link = cluster.link_for(setting.dp, stride_of("dp", setting))
         reduce_s = parts * link.collective_time_s("all_reduce", reduced / parts, setting.dp)
         return DataParallelTimes(once_reduce_s=reduce_s)
-    gather_s = link.collective_time_s("all_gather", group.gathered, setting.dp)
-    reduce_s = link.collective_time_s("reduce_scatter", reduced, setting.dp)
+    link, degree = data_parallel_link(setting, cluster), setting.dp_shard
+    gather_s = link.collective_time_s("all_gather", group.gathered, degree)
+    reduce_s = link.collective_time_s("reduce_scatter", reduced, degree)
+    sum_s = _replicas_s(reduced, setting, cluster)
     if setting.zero_stage == 1:
-        return DataParallelTimes(once_gather_s=gather_s, once_reduce_s=reduce_s)
+        return DataParallelTimes(once_gather_s=gather_s, once_reduce_s=reduce_s + sum_s)
+    is_summed_once = setting.pp == 1
+    found = DataParallelTimes(
+        reduce_s=reduce_s + (0.0 if is_summed_once else sum_s),
+        once_reduce_s=sum_s if is_summed_once else 0.0,
+    )
     if setting.zero_stage == 2:
-        return DataParallelTimes(once_gather_s=gather_s, reduce_s=reduce_s)
-    return DataParallelTimes(gather_s=gather_s, reduce_s=reduce_s)
+        return replace(found, once_gather_s=gather_s)
+    return replace(found, gather_s=gather_s)
+
+
+def data_parallel_link(setting: Setting, cluster: Cluster) -> LinkProfile:
+    """Return the link of ZeRO's gathers and reduce-scatters: over one replica's shards."""
+    return cluster.link_for(setting.dp_shard, stride_of("dp", setting))
+
+
+def _replicas_s(reduced: int, setting: Setting, cluster: Cluster) -> float:
+    """Return the seconds in which a rank's shard of gradients is summed over replicas.
+
+    Hybrid sharding: an all-reduce over ranks that hold the same shard (Zhao et al. 2023, PyTorch
+    FSDP, section 3.2.2), after each reduce-scatter under a pipeline, otherwise after the last.
+    """
+    if setting.dp_replicate == 1:
+        return 0.0
+    stride = stride_of("dp", setting) * setting.dp_shard
+    link = cluster.link_for(setting.dp_replicate, stride)
+    nbytes = -(-reduced // setting.dp_shard)
+    return link.collective_time_s("all_reduce", nbytes, setting.dp_replicate)
 
 
 def regathers(setting: Setting, *, is_glue: bool) -> bool:
@@ -133,7 +161,7 @@ def optimizer_bytes(group: GroupBytes, setting: Setting, workload: Workload) -> 
     With a gradient buffer, mixed precision also writes parameters in the dtype of the computation,
     and gradients are read once more for their norm (Megatron-LM, `clip_grads.py`).
     """
-    shards = setting.dp if setting.zero_stage >= 1 else 1
+    shards = setting.shards
     traffic = group.trained * workload.optimizer.traffic_bytes_per_byte
     if workload.engine.has_gradient_buffer:
         grads = group.trained if workload.engine.is_gradient_wide else group.gathered_grads
@@ -142,7 +170,13 @@ def optimizer_bytes(group: GroupBytes, setting: Setting, workload: Workload) -> 
 
 
 def transfer_s(
-    nbytes: int, setting: Setting, workload: Workload, cluster: Cluster, *, is_sliced: bool = False
+    nbytes: int,
+    setting: Setting,
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    stage: int | None = None,
+    is_sliced: bool = False,
 ) -> float:
     """Return the seconds of sending one micro-batch's activations over a cut, one way.
 
@@ -152,9 +186,10 @@ def transfer_s(
         workload: its engine may send a slice per tensor-parallel rank and gather it on the other
             side (Narayanan et al. 2021, section 4.1).
         cluster: the devices.
+        stage: that sends forward; None: the one whose sends take the longest way.
         is_sliced: each rank holds a slice only (sequence parallelism).
     """
-    link = cluster.link_for(2, setting.dp * setting.tp)
+    link = cluster.link_between_stages(setting, stage)
     if not is_sliced and not workload.engine.sends_slices:
         return link.collective_time_s("send", nbytes, 2)
     seconds = link.collective_time_s("send", -(-nbytes // setting.tp), 2)
