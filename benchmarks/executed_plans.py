@@ -5,12 +5,11 @@
 A small GPT and a small CNN are trained under every plan of a grid on 1, 2 and 4 gloo processes of
 this machine. First the machine is profiled, as `autoplan profile` does. Then every plan is priced,
 executed and measured: two steps under a meter of live tensor bytes, then steps without it for the
-time. All plans of a number of processes are there at once and step in turn, in rounds, and of each
-the least round counts, so that what else the machine has to do hits all alike, and little. Before
-each timed step all ranks run a yardstick, a fixed load that runs during profiling too: a step
-counts in yardsticks, so that more processes than cores cancel out as far as they slow both alike.
-Even so, give it a quiet machine: on a busy one the profile itself is off. Ratios are predicted /
-measured.
+time. Several plans are there at once and step in turn, in rounds, and of each the least round
+counts, so that what else the machine has to do hits all alike, and little. Before each timed step
+all ranks run a yardstick, a fixed load that runs during profiling too: a step counts in yardsticks,
+so that more processes than cores cancel out as far as they slow both alike. Even so, give it a
+quiet machine: on a busy one the profile itself is off. Ratios are predicted / measured.
 """
 
 from __future__ import annotations
@@ -54,6 +53,7 @@ __all__ = ["CNN", "Case", "Measured", "Row", "cases", "rank_correlation", "rows_
 
 ROWS = 8
 METERED_STEPS, ROUNDS = 2, 8
+AT_ONCE = 6  # plans that take turns: each has process groups, and their threads, of its own
 YARDSTICK_PRODUCTS, YARDSTICK_SIZE = 12, 384  # about 30 ms of one idle core
 GPT_CONFIG = GPTConfig(vocab_size=512, max_tokens=128, num_layers=4, num_heads=4, width=192)
 MODELS = ("gpt", "cnn")
@@ -427,7 +427,7 @@ def main() -> None:
     listed = [case for case in cases() if options.only in case.name]
     measured, yardstick_s = profile(options.budget)
     plans = {case.name: make_plan(case, measured) for case in listed}
-    ranks = launch_plans(__file__, plans, Measured, timeout_s=1800)
+    ranks = launch_plans(__file__, plans, Measured, timeout_s=1800, at_once=AT_ONCE)
     rows = rows_of(listed, plans, ranks, yardstick_s)
     print(report(rows))
     if options.json is not None:

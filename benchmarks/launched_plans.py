@@ -18,7 +18,12 @@ Result = TypeVar("Result")
 
 
 def launch_plans(
-    script: str, plans: Mapping[str, Plan], kind: type[Result], *, timeout_s: float
+    script: str,
+    plans: Mapping[str, Plan],
+    kind: type[Result],
+    *,
+    timeout_s: float,
+    at_once: int | None = None,
 ) -> dict[str, list[Result]]:
     """Return per name what each rank measured.
 
@@ -27,18 +32,31 @@ def launch_plans(
         plans: by name.
         kind: of what a rank measures of a plan.
         timeout_s: of each launch.
+        at_once: most plans of a launch; None: all of a number of processes.
     """
     found: dict[str, list[Result]] = {}
     for world in sorted({plan.mesh.world_size for plan in plans.values()}):
-        with tempfile.TemporaryDirectory() as text:
-            folder = Path(text)
-            mine = [name for name, plan in plans.items() if plan.mesh.world_size == world]
-            for number, name in enumerate(mine):
-                plans[name].save(folder / f"{number:03d}.plan")
-            launch([script, "--worker", text], world, timeout_s=timeout_s, echo=False)
-            for number, name in enumerate(mine):
-                files = [folder / f"{number:03d}.{rank}" for rank in range(world)]
-                found[name] = [codec.loads(kind, file.read_text()) for file in files]
+        mine = [name for name, plan in plans.items() if plan.mesh.world_size == world]
+        most = at_once or len(mine)
+        for first in range(0, len(mine), most):
+            own = {name: plans[name] for name in mine[first : first + most]}
+            found |= _launched(script, own, world, kind, timeout_s)
+    return found
+
+
+def _launched(
+    script: str, plans: Mapping[str, Plan], world: int, kind: type[Result], timeout_s: float
+) -> dict[str, list[Result]]:
+    """Return what each rank of one launch measured, by name."""
+    found: dict[str, list[Result]] = {}
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        for number, plan in enumerate(plans.values()):
+            plan.save(folder / f"{number:03d}.plan")
+        launch([script, "--worker", text], world, timeout_s=timeout_s, echo=False)
+        for number, name in enumerate(plans):
+            files = [folder / f"{number:03d}.{rank}" for rank in range(world)]
+            found[name] = [codec.loads(kind, file.read_text()) for file in files]
     return found
 
 

@@ -261,10 +261,13 @@ class DeviceProfile:
         time_s = max(self.launch_overhead_s, nbytes / self.optimizer_bytes_per_s)
         return Lookup(time_s=time_s, how="interpolated")
 
-    def with_measurements(self, numbers: Mapping[str, float], origin: str) -> DeviceProfile:
-        """Return the profile with more single numbers, of one of its origins."""
+    def with_measurements(
+        self, numbers: Mapping[str, float], origin: str, source: Origin | None = None
+    ) -> DeviceProfile:
+        """Return the profile with more single numbers, of one of its origins or a new one."""
         return replace(
             self,
+            origins=self.origins if source is None else {**self.origins, origin: source},
             measurements={**self.measurements, **numbers},
             origin_by_field={
                 **self.origin_by_field,

@@ -34,7 +34,7 @@ from autoplan.profiles.origin import Origin
 from autoplan.profiles.tables import AttentionTable, GemmTable, OpClassTable
 from autoplan.units import GIB
 
-__all__ = ["measure_device", "profile_command"]
+__all__ = ["measure_device", "measured_origin", "profile_command"]
 
 Progress = Callable[[str, float], None]
 
@@ -341,18 +341,23 @@ def _memory(device: Any) -> tuple[int, int]:
     return total, min(used, total // 2)
 
 
-def _origins(session: _Session) -> dict[str, Origin]:
+def measured_origin(device: Any, num_threads: int = 1) -> Origin:
+    """Return the origin of what is measured here today."""
     import torch
 
-    is_cuda = session.device.type == "cuda"
-    measured = Origin(
+    return Origin(
         kind="measured",
         text="median after warm-up, autoplan.profiles.measure",
-        device=describe(session.device, session.num_threads),
-        driver=driver_of(session.device),
+        device=describe(device, num_threads),
+        driver=driver_of(device),
         torch_version=torch.__version__,
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
     )
+
+
+def _origins(session: _Session) -> dict[str, Origin]:
+    is_cuda = session.device.type == "cuda"
+    measured = measured_origin(session.device, session.num_threads)
     context = "context of this process"
     notes = {
         "peak": "highest rate of any product measured; float64 and float16 from one product each",

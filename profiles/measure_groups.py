@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoplan.profiles.tables import COLLECTIVES, Collective
@@ -30,7 +30,7 @@ def collective_rows(
     budget_s: float,
     sizes: Sequence[int] = SIZES_BYTES,
     collectives: Sequence[Collective] = COLLECTIVES,
-) -> Mapping[Collective, list[tuple[int, float]]]:
+) -> dict[str, list[tuple[int, float]]]:
     """Return (bytes, seconds) of the collectives that the backend has; sends between two ranks.
 
     Args:
@@ -42,7 +42,7 @@ def collective_rows(
     """
     import torch.distributed as dist
 
-    rows: dict[Collective, list[tuple[int, float]]] = {}
+    rows: dict[str, list[tuple[int, float]]] = {}
     wanted = [c for c in collectives if c != "send" or dist.get_world_size(group) == 2]
     slice_s = budget_s / max(1, len(wanted) * len(sizes))
     for collective in wanted:

@@ -24,7 +24,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("profiles", "search"),
     ("schedules", "stage_costs", "timeline", "nodes", "meshes"),
     ("simulator",),
-    ("cluster", "graph", "batches", "shortening", "dry_run_result", "launcher", "meter", "plan"),
+    (
+        "cluster",
+        "cluster_files",
+        "graph",
+        "batches",
+        "shortening",
+        "dry_run_result",
+        "launcher",
+        "meter",
+        "plan",
+    ),
     ("redistribution", "program", "hf", "interpreter", "processes"),
     ("collectives",),
     (
