@@ -23,6 +23,7 @@ __all__ = [
     "StageBlock",
     "StageMemory",
     "memory_samples",
+    "stage_actions",
     "stage_memory",
     "static_bytes",
 ]
@@ -62,11 +63,12 @@ class StaticBytes:
 
 
 def uses_fsdp(setting: Setting, is_mixed: bool) -> bool:
-    """Return whether parameters are gathered from shards: ZeRO 1 to 3, or another stored dtype.
+    """Return whether parameters are gathered: ZeRO 1 to 3, another stored dtype, or from the host.
 
     ZeRO 0 holds whole parameters only once and reduces gradients in place.
     """
-    return (setting.dp > 1 and setting.zero_stage >= 1) or is_mixed
+    is_sharded = setting.dp > 1 and setting.zero_stage >= 1
+    return is_sharded or is_mixed or setting.offload != "none"
 
 
 def static_bytes(
@@ -74,10 +76,14 @@ def static_bytes(
 ) -> StaticBytes:
     """Return the resident bytes of a group under a ZeRO stage; shares round up.
 
+    Shards on the host take nothing of the device.
+
     With a gradient buffer, parameters lie whole in the dtype of the computation and gradients whole
     beside them; a copy in the stored dtype, where that is another, belongs to the optimizer:
     2 + 4 bytes per bfloat16 parameter and 12 / dp of ZeRO-1 (Megatron-LM, distributed optimizer).
     """
+    if setting.offload != "none":
+        return StaticBytes(parameters=0, gradients=0, optimizer=0)
     shards = setting.shards
     states = int(group.trained * optimizer.state_bytes_per_byte)
     if engine.has_gradient_buffer:
@@ -104,6 +110,7 @@ def stage_memory(
     is_gloo: bool = False,
     side_bytes: int = 0,
     input_bytes: int = 0,
+    stand_in_bytes: int = 0,
     entering: int = 0,
     leaving: int = 0,
     reserve: int = 0,
@@ -120,18 +127,19 @@ def stage_memory(
         is_gloo: collectives run on gloo, whose reduce-scatter works on a copy.
         side_bytes: side values held by one micro-batch.
         input_bytes: batch inputs of one step that stay for the whole step.
+        stand_in_bytes: of tensors that stand for weight gradients and stay.
         entering: bytes of one micro-batch's activations from the stage before.
         leaving: to the stage after.
         reserve: bytes set aside on the device.
         engine: the software that trains.
     """
     walk = _Walk(blocks, setting, optimizer, is_mixed, is_gloo, engine)
-    walk.side, walk.fixed = side_bytes, input_bytes
+    walk.side, walk.fixed, walk.stand_ins = side_bytes, input_bytes, stand_in_bytes
     if not engine.has_gradient_buffer:
         # Megatron-LM frees what it has sent, and what it receives is the kept input of a block.
         walk.entering, walk.leaving = entering, leaving
         walk.fixed += receive_buffer_bytes(entering, leaving, setting, stage)
-    walk.run(_actions(setting, stage))
+    walk.run(stage_actions(setting, stage))
     by_category = {**walk.peak_parts, "reserve": reserve}
     return StageMemory(
         peak=sum(by_category.values()), instant=walk.peak_name, by_category=by_category
@@ -179,7 +187,7 @@ def receive_buffer_bytes(entering: int, leaving: int, setting: Setting, stage: i
     return setting.live()[stage] * entering + min(2, m) * leaving
 
 
-def _actions(setting: Setting, stage: int) -> list[tuple[str, bool, int]]:
+def stage_actions(setting: Setting, stage: int) -> list[tuple[str, bool, int]]:
     """Return the stage's forwards and backwards in order: kind, is it the last one, part.
 
     A schedule repeats itself after its warm-up, so micro-batches that change nothing are left out.
@@ -220,6 +228,7 @@ class _Walk:
         self.is_mixed = is_mixed
         self.is_gloo = is_gloo
         self.is_pipeline = setting.pp > 1
+        self.is_offloaded = setting.offload != "none"
         self.is_foreach = optimizer.is_foreach
         self.wrapped = uses_fsdp(setting, is_mixed) and not self.has_buffer
         statics = [static_bytes(b.group, setting, optimizer, engine) for b in blocks]
@@ -230,6 +239,7 @@ class _Walk:
         groups: dict[int, list[GroupBytes]] = {}
         for index, block in enumerate(blocks):
             groups.setdefault(self.root if block.is_glue else index, []).append(block.group)
+        self.stored = {k: sum(g.stored for g in v) for k, v in groups.items()}
         self.compute = {k: sum(g.gathered for g in v) for k, v in groups.items()}
         self.grads = {k: sum(g.gathered_grads for g in v) for k, v in groups.items()}
         self.whole = {k: sum(g.trained for g in v) for k, v in groups.items()}
@@ -237,7 +247,7 @@ class _Walk:
         self.order = [k for k in range(self.root) if k in groups]
         if self.root in groups:
             self.order.insert(0, self.root)
-        self.side = self.fixed = self.entering = self.leaving = 0
+        self.side = self.fixed = self.stand_ins = self.entering = self.leaving = 0
         self.activations = 0
         self.gathered: dict[int, int] = {}
         self.buffers: dict[int, int] = {}
@@ -262,6 +272,7 @@ class _Walk:
     def note(self, name: str, transient: int = 0) -> None:
         """Compare what lives now, and a transient, with the peak so far."""
         gradients = sum(self.gradients.values()) + sum(self.sharded.values()) + self.unmerged
+        gradients += self.stand_ins
         working = sum(self.gathered.values()) + sum(self.buffers.values()) + self.reduce_input
         total = self.activations + gradients + working + transient + self.fixed
         total += self.parameters + self.optimizer
@@ -299,7 +310,7 @@ class _Walk:
         temporary = sum(self.whole.values()) if self.is_foreach else 2 * self.largest
         if self.has_buffer and not self.is_foreach:
             temporary = 0  # one fused kernel over all parameters
-        self.note("the optimizer step", -(-temporary // shards))
+        self.note("the optimizer step", 0 if self.is_offloaded else -(-temporary // shards))
 
     def _forward(self, part: range) -> None:
         self._gather_forward(self.root)
@@ -335,11 +346,16 @@ class _Walk:
         earlier = list(self.buffers)
         if self.zero > 0 and self.setting.dp > 1:
             self.buffers[group] = size
-            self.note("gathering parameters", size // self.setting.dp_shard if self.is_mixed else 0)
+            copied = size // self.setting.dp_shard if self.is_mixed else 0
+            self.note("gathering parameters", copied + self._copied_in(group))
         self.gathered[group] = size
-        self.note("gathering parameters")
+        self.note("gathering parameters", 0 if self.setting.dp > 1 else self._copied_in(group))
         for other in earlier:
             del self.buffers[other]
+
+    def _copied_in(self, group: int) -> int:
+        """Return the bytes of a shard that comes from the host for a gather."""
+        return -(-self.stored[group] // self.setting.dp_shard) if self.is_offloaded else 0
 
     def _backward(self, is_last: bool, part: range) -> None:
         syncs = self.wrapped and (self.zero >= 2 or (is_last and not self.is_pipeline))
@@ -396,14 +412,14 @@ class _Walk:
     def _gather_backward(self, group: int) -> None:
         if group in self.compute and group not in self.gathered:
             self.gathered[group] = self.compute[group]
-            self.note("gathering parameters for backward")
+            self.note("gathering parameters for backward", self._copied_in(group))
         self.buffers.clear()
 
     def _prefetch(self, index: int) -> None:
         earlier = next((i for i in reversed(range(index)) if i in self.compute), None)
         if earlier is not None and self.setting.dp > 1:
             self.buffers[earlier] = self.compute[earlier]
-            self.note("prefetching parameters")
+            self.note("prefetching parameters", self._copied_in(earlier))
 
     def _reduce(self, group: int, reshards: bool, retained: int = 0) -> None:
         if reshards:
@@ -418,4 +434,4 @@ class _Walk:
             -(-self.whole[group] // self.setting.dp_shard) if self.zero > 0 else self.whole[group]
         )
         self.note("reducing gradients", shard + copy + retained)
-        self.sharded[group] = shard
+        self.sharded[group] = 0 if self.is_offloaded else shard

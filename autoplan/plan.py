@@ -91,11 +91,12 @@ class Recompute:
 
     Attributes:
         mode: `none`: all that autograd saves. `full`: only the block's inputs; it runs again.
-            `selective`: inputs and the results of the ops in `keep`.
+            `selective`: inputs and the results of the ops in `keep`. `offload`: inputs; all else
+            that autograd saves waits in host memory, and nothing runs again.
         keep: op names of the block's graph whose results are kept; empty unless selective.
     """
 
-    mode: Literal["none", "full", "selective"]
+    mode: Literal["none", "full", "selective", "offload"]
     keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -151,6 +152,7 @@ class Predicted:
         time_by_category: of the step, seconds by category.
         capacity_bytes: Device_Memory that every peak was held against.
         lookups: how many cost look-ups were measured, interpolated, extrapolated, roofline.
+        host_bytes: per stage, bytes of a rank's shards in host memory; empty without offload.
     """
 
     step_time_s: float
@@ -160,6 +162,7 @@ class Predicted:
     time_by_category: dict[str, float]
     capacity_bytes: int
     lookups: dict[str, int]
+    host_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +225,8 @@ class Plan:
         global_batch_size: dp * num_microbatches * microbatch_size.
         schedule: `none` without a pipeline.
         mixed_precision: `bfloat16` computes in it over parameters of the model's own dtype.
+        offload: `optimizer`: shards of parameters, gradients and optimizer state lie in host memory
+            and the optimizer steps there.
         autocast: dtype of the `torch.autocast` that forward and recomputation run under.
         optimizer: name of the optimizer that the memory was counted for.
         stages: blocks of each stage.
@@ -251,6 +256,7 @@ class Plan:
     schedule: Schedule
     mixed_precision: Literal["none", "bfloat16"] = "none"
     autocast: Literal["none", "bfloat16"] = "none"
+    offload: Literal["none", "optimizer"] = "none"
     optimizer: str
     stages: tuple[StagePlan, ...]
     recompute: dict[str, Recompute]

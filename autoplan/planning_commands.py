@@ -131,6 +131,10 @@ def plan(
     autocast: Annotated[
         str, typer.Option(help="Run the forward under torch.autocast: none or bfloat16.")
     ] = "none",
+    offload: Annotated[
+        list[str] | None,
+        typer.Option(help="What may lie in host memory: optimizer, activations. Repeatable."),
+    ] = None,
     batch_dim: Annotated[
         str, typer.Option(help="Where the batch lies in the inputs: 1, or 1,0, or x=1,mask=none.")
     ] = "0",
@@ -171,6 +175,7 @@ def plan(
                 name=loaded.name,
                 time_limit_s=time_limit,
                 progress=show,
+                offload=offload or (),
                 within=bounds,
                 forbid=forbidden,
                 **pins,

@@ -16,6 +16,7 @@ from autoplan.meshes import AXIS_ORDERS, AxisOrder
 
 __all__ = [
     "NO_LIMITS",
+    "OFFLOADS",
     "PIN_KEYS",
     "Optimizer",
     "Setting",
@@ -38,6 +39,7 @@ PIN_KEYS = (
 )
 _WORDS = {"recompute": ("none", "full", "selective"), "axis_order": AXIS_ORDERS}
 NO_LIMITS = Limits()
+OFFLOADS = ("optimizer", "activations")
 _MAX_MICROBATCH_ROWS = 64
 
 
@@ -96,6 +98,7 @@ class Workload:
         attention_kernel: implementation of fused attention, as the profile names it; empty: its own
             default.
         is_compiled: memory-bound ops that hand their results on run as one kernel.
+        offload: what a plan may keep in host memory: names of `OFFLOADS`.
     """
 
     global_batch_size: int
@@ -107,6 +110,7 @@ class Workload:
     product_dtype: str | None = None
     is_compiled: bool = False
     attention_kernel: str = ""
+    offload: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -121,6 +125,8 @@ class Setting:
         schedule: of the pipeline.
         virtual_stages: parts into which each rank's share of the blocks is cut; above 1 the
             schedule is interleaved (Narayanan et al. 2021, section 2.2). Priced, not searched.
+        offload: `optimizer`: shards of parameters, gradients and optimizer state lie in host
+            memory and the optimizer steps there; with ZeRO 3 only, on one device too.
         dp_replicate: replicas of what ZeRO shards; see `autoplan.plan.Mesh`.
         axis_order: of the axes over ranks, innermost first.
     """
@@ -133,6 +139,7 @@ class Setting:
     num_microbatches: int
     schedule: Literal["none", "gpipe", "1f1b"]
     virtual_stages: int = 1
+    offload: Literal["none", "optimizer"] = "none"
     dp_replicate: int = 1
     axis_order: AxisOrder = "tp-dp-pp"
 
@@ -140,6 +147,7 @@ class Setting:
         text = (
             f"dp={self.dp} tp={self.tp} pp={self.pp} zero={self.zero_stage} "
             f"mbs={self.microbatch_size} m={self.num_microbatches}"
+            + (" offload" if self.offload != "none" else "")
         )
         if self.dp_replicate > 1:
             text += f" dp_replicate={self.dp_replicate}"
@@ -148,8 +156,10 @@ class Setting:
     @property
     def simplicity(self) -> tuple[int, ...]:
         """Return the order in which ties are broken: fewer ways of being parallel first."""
+        is_offloaded = int(self.offload != "none")
+        degrees = (self.pp, self.tp, self.zero_stage, self.num_microbatches, self.dp)
         placed = (self.dp_replicate, AXIS_ORDERS.index(self.axis_order))
-        return (self.pp, self.tp, self.zero_stage, self.num_microbatches, self.dp, *placed)
+        return (is_offloaded, *degrees, *placed)
 
     @property
     def world_size(self) -> int:
@@ -212,7 +222,7 @@ def settings_of(
     Rules: dp * tp * pp is the number of devices; tp stays inside a node; there are at least as many
     blocks with parameters (`num_blocks`) as stages; the batch divides into dp * num_microbatches *
     microbatch_size; 1F1B has at least as many micro-batches as stages; without data parallelism
-    there is nothing to shard.
+    there is nothing to shard, unless the shards may lie on the host.
     """
     for setting in _unlimited(cluster, workload, num_blocks, pins, devices or cluster.world_size):
         if limits.allows_all({name: getattr(setting, name) for name in LIMITED_KEYS}):
@@ -255,7 +265,7 @@ def _batch_settings(
             continue
         if pp > 1 and m < pp:
             continue
-        for zero in (0, 1, 2, 3) if dp > 1 else (0,):
+        for zero, offload in _sharding(dp, workload):
             if pins.get("zero_stage", zero) != zero or (zero == 0 and dp_replicate > 1):
                 continue
             yield Setting(
@@ -266,6 +276,7 @@ def _batch_settings(
                 microbatch_size=size,
                 num_microbatches=m,
                 schedule="1f1b" if pp > 1 else "none",
+                offload=offload,
                 dp_replicate=dp_replicate,
                 axis_order=axis_order,
             )
@@ -299,6 +310,14 @@ def _placements(
 def _pinned_replicas(dp: int, pins: Mapping[str, Any]) -> tuple[int, ...]:
     wanted = pins.get("dp_replicate", 1)
     return (wanted,) if dp % wanted == 0 and wanted < dp else ()
+
+
+def _sharding(dp: int, workload: Workload) -> Iterator[tuple[int, Literal["none", "optimizer"]]]:
+    """Yield the ZeRO stages and what they offload."""
+    for zero in (0, 1, 2, 3) if dp > 1 else (0,):
+        yield zero, "none"
+    if "optimizer" in workload.offload:
+        yield 3, "optimizer"
 
 
 def _divisors(number: int) -> list[int]:
@@ -338,7 +357,8 @@ def broken_rules(
         found.append(f"dp_replicate={replicas} must divide dp={dp} and be below it")
     if replicas > 1 and pins.get("zero_stage", 1) == 0:
         found.append(f"dp_replicate={replicas} replicates what ZeRO shards: zero_stage above 0")
-    if pins.get("zero_stage", 0) and dp == 1 and ("dp" in pins or {"tp", "pp"} <= given.keys()):
+    is_whole = dp == 1 and not (workload.offload and pins.get("zero_stage") == 3)
+    if pins.get("zero_stage", 0) and is_whole and ("dp" in pins or {"tp", "pp"} <= given.keys()):
         found.append(f"zero_stage={pins['zero_stage']} shards over dp, which is 1")
     return tuple(found)
 

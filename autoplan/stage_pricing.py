@@ -10,7 +10,6 @@ from autoplan.frontiers import Decision
 from autoplan.settings import Setting
 from autoplan.stage_costs import BlockCosts, BlockSeconds, PlanCosts, StageCosts
 from autoplan.step_costs import data_parallel_link, interference, regathers, slowdown_s
-from autoplan.times import overlaps_communication
 
 __all__ = ["plan_costs"]
 
@@ -57,7 +56,7 @@ def plan_costs(
     return PlanCosts(
         blocks={name: block for block, name in names.items()},
         stages=tuple(stages),
-        overlaps=overlaps_communication(pricer.cluster),
+        overlaps=pricer.overlaps(setting),
         state_bytes_per_byte=optimizer.state_bytes_per_byte,
         is_foreach=optimizer.is_foreach,
         reserve_bytes=pricer.cluster.reserved_bytes,
@@ -89,7 +88,7 @@ def _seconds(pricer: Pricer, setting: Setting, call: int, decision: Decision) ->
     gather_s, reduce_s = pricer.zero_seconds(group, setting)
     host_forward_s, host_backward_s = pricer.host_seconds(base, group, setting)
     slow_forward_s = slow_backward_s = 0.0
-    if overlaps_communication(pricer.cluster):
+    if pricer.overlaps(setting):
         gathered_s = gather_s if setting.zero_stage == 3 else 0.0
         is_gathered_again = regathers(setting, is_glue=pricer.trace.blocks[block].is_glue)
         regathered_s = gather_s if is_gathered_again else 0.0
@@ -98,8 +97,8 @@ def _seconds(pricer: Pricer, setting: Setting, call: int, decision: Decision) ->
         slow_forward_s = slowdown_s(gathered_s, base.forward_s, slowed)
         slow_backward_s = slowdown_s(regathered_s + reduced_s, base.backward_s, slowed)
     return BlockSeconds(
-        forward=base.compute_forward_s + host_forward_s + slow_forward_s,
-        backward=base.compute_backward_s + host_backward_s + slow_backward_s,
+        forward=base.compute_forward_s + host_forward_s + slow_forward_s + base.away_s,
+        backward=base.compute_backward_s + host_backward_s + slow_backward_s + base.away_s,
         weight_backward=base.weight_backward_s,
         recompute=base.redo_s - base.redo_comm_s,
         forward_tensor_parallel=base.comm_forward_s,

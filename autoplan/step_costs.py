@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from autoplan.cluster import Cluster
 from autoplan.memory import GroupBytes, uses_fsdp
 from autoplan.meshes import stride_of
+from autoplan.offload import copy_in_s, copy_out_s
 from autoplan.profiles.link import LinkProfile
 from autoplan.settings import Setting, Workload
 
@@ -58,10 +59,15 @@ def data_parallel_times(
     step; stage 0 all-reduces once a step, each parameter for itself unless they lie in one buffer
     (`sharders.GradientReducer`; Rajbhandari et al. 2020, section 7;
     docs/design/memory-of-fsdp.md). Gradients are reduced in float32 under mixed precision unless
-    the engine says otherwise.
+    the engine says otherwise. Shards on the host are copied from and to it.
     """
-    if setting.dp == 1 or group.gathered == 0:
+    if group.gathered == 0:
         return DataParallelTimes()
+    if setting.dp == 1:
+        return DataParallelTimes(
+            gather_s=copy_in_s(group, setting, cluster),
+            reduce_s=copy_out_s(group, setting, cluster),
+        )
     reduced = group.trained if workload.engine.is_gradient_wide else group.gathered_grads
     if setting.zero_stage == 0:
         parts = 1 if workload.engine.has_gradient_buffer else max(1, group.trained_tensors)
@@ -81,7 +87,11 @@ def data_parallel_times(
     )
     if setting.zero_stage == 2:
         return replace(found, once_gather_s=gather_s)
-    return replace(found, gather_s=gather_s)
+    return replace(
+        found,
+        gather_s=gather_s + copy_in_s(group, setting, cluster),
+        reduce_s=found.reduce_s + copy_out_s(group, setting, cluster),
+    )
 
 
 def data_parallel_link(setting: Setting, cluster: Cluster) -> LinkProfile:

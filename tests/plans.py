@@ -37,6 +37,7 @@ def hand_plan(
     mixed_precision: Literal["none", "bfloat16"] = "none",
     dp_replicate: int = 1,
     axis_order: AxisOrder = "tp-dp-pp",
+    offload: Literal["none", "optimizer"] = "none",
 ) -> Plan:
     """Return a plan for a program; `first_calls` are the first calls of stages 1, 2, ..."""
     count = len(program.calls)
@@ -64,6 +65,7 @@ def hand_plan(
         global_batch_size=dp * num_microbatches * program.microbatch_size,
         schedule="none" if pp == 1 else schedule,
         mixed_precision=mixed_precision,
+        offload=offload,
         optimizer="AdamW",
         stages=tuple(
             StagePlan(index=i, blocks=tuple(blocks[firsts[i] : firsts[i + 1]])) for i in range(pp)

@@ -26,6 +26,10 @@ def full(program: Program) -> Recompute:
     return Recompute(mode="full")
 
 
+def away(program: Program) -> Recompute:
+    return Recompute(mode="offload")
+
+
 def selective(program: Program) -> Recompute:
     """Return marks on attention and the first linear of the block."""
     block = next(graph for graph in program.graphs if not graph.is_glue)
@@ -48,11 +52,12 @@ def case(model: str, **plan: Any) -> Case:
     return Case(model=model, plan=plan)
 
 
-@pytest.mark.parametrize("recompute", [None, full, selective])
+@pytest.mark.parametrize("recompute", [None, full, selective, away])
 def test_one_device_equals_the_model(recompute: Any) -> None:
     plan = {} if recompute is None else {"recompute": recompute}
     models = ("gpt", "gpt_tied", "llama", "gpt2")
-    check([case(m, num_microbatches=2, **plan) for m in models], 1)
+    host = case("gpt_tied", zero_stage=3, num_microbatches=2, offload="optimizer", **plan)
+    check([*(case(m, num_microbatches=2, **plan) for m in models), host], 1)
 
 
 def test_every_zero_stage_equals_the_model() -> None:
@@ -61,6 +66,7 @@ def test_every_zero_stage_equals_the_model() -> None:
         for zero in range(4)
         for model, m in (("gpt_tied", 1), ("gpt", 2), ("llama", 2), ("gpt2", 2))
     ]
+    cases += [case("gpt_tied", dp=2, zero_stage=3, num_microbatches=2, offload="optimizer")]
     check(cases, 2)
 
 
@@ -68,7 +74,7 @@ def test_recompute_under_zero_equals_the_model() -> None:
     cases = [
         case(model, dp=2, zero_stage=zero, num_microbatches=2, recompute=recompute)
         for zero in (0, 3)
-        for recompute in (full, selective)
+        for recompute in (full, selective, away)
         for model in ("gpt", "llama")
     ]
     check(cases, 2)
@@ -80,6 +86,7 @@ def test_pipelines_equal_the_model() -> None:
         case("gpt", pp=2, num_microbatches=4, first_calls=[2], schedule="gpipe"),
         case("llama", pp=2, num_microbatches=4, first_calls=[4]),
         case("gpt2", pp=2, num_microbatches=4, recompute=selective),
+        case("gpt_tied", pp=2, num_microbatches=2, recompute=away),
     ]
     check(cases, 2)
 
@@ -89,7 +96,8 @@ def test_pipelines_under_every_zero_stage_equal_the_model() -> None:
         case("gpt_tied", pp=2, dp=2, zero_stage=zero, num_microbatches=3, recompute=selective)
         for zero in range(4)
     ]
-    cases += [case("gpt2", pp=4, num_microbatches=4)]
+    host = {"zero_stage": 3, "num_microbatches": 2, "offload": "optimizer"}
+    cases += [case("gpt2", pp=4, num_microbatches=4), case("gpt_tied", pp=2, dp=2, **host)]
     check(cases, 4)
 
 
