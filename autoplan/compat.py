@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed._composable import replicate_with_fsdp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import placement_types
 from torch.nn.modules import transformer
@@ -27,6 +28,7 @@ __all__ = [
     "all_reduce_together",
     "causality_as_told",
     "fake_processes",
+    "flatten_axes",
     "has_other_readers",
     "is_strided",
     "pieces_of",
@@ -50,6 +52,7 @@ _set_pg_timeout = _probe(distributed_c10d, "_set_pg_timeout")
 _all_reduce_coalesced = _probe(dist.ProcessGroup, "allreduce_coalesced")
 _strided_shard = _probe(placement_types, "_StridedShard")
 _replicate = _probe(replicate_with_fsdp, "replicate")
+_flatten = _probe(DeviceMesh, "_flatten")
 _setup_forward_recv_info = _probe(PipelineStage, "_setup_forward_recv_info")
 _setup_backward_recv_info = _probe(PipelineStage, "_setup_backward_recv_info")
 
@@ -74,6 +77,11 @@ def causality_as_told() -> Iterator[None]:
     finally:
         if stock is not None:
             setattr(transformer, name, stock)
+
+
+def flatten_axes(mesh: DeviceMesh, name: str) -> None:
+    """Make several axes of a mesh also one, of that name."""
+    _flatten(mesh, name)
 
 
 def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:

@@ -31,8 +31,11 @@ from autoplan.search.problem import BlockOption
 from autoplan.settings import Setting, Workload, shared_states
 from autoplan.step_costs import (
     copy_bytes,
+    data_parallel_link,
     data_parallel_times,
     exposed_s,
+    interference,
+    is_wrapped,
     optimizer_bytes,
     pipeline_step_s,
     regathers,
@@ -64,6 +67,8 @@ class _BlockBase:
     redo_comm_s: float
     weight_backward_s: float
     away_s: float
+    host_forward_s: float = 0.0
+    host_backward_s: float = 0.0
 
     @property
     def forward_s(self) -> float:
@@ -218,6 +223,8 @@ class Pricer:
         times = self._op_times(local, tp)
         states = {state.name for state in local.block.states}
         summed = [times[op.name] for op in local.ops if op.op is None and op.inputs[0] in states]
+        host = self.cluster.device.host
+        is_redone = decision.recompute.mode != "none"
         redone = [times[op.name] for op in redone_ops(local, decision.recompute)]
         redone += [times[name] for name in decision.inner if decision.recompute.mode == "none"]
         kept, accumulating = self.memory_views(local, decision)
@@ -231,13 +238,25 @@ class Pricer:
             comm_backward_s=sum(t.backward_comm_s for t in times.values())
             - sum(t.backward_comm_s for t in summed),
             summed_s=sum(t.backward_comm_s for t in summed),
-            redo_s=sum(t.forward_s + t.forward_comm_s for t in redone),
+            redo_s=sum(t.forward_s + t.forward_comm_s for t in redone)
+            + is_redone * self._region_s(local, decision),
             redo_comm_s=sum(t.forward_comm_s for t in redone),
+            host_forward_s=len(local.ops) * host.op_forward,
+            host_backward_s=sum(bool(op.grads or op.parameter_grads) for op in local.ops)
+            * host.op_backward
+            + len(redone) * host.op_forward
+            + is_redone * host.region,
             weight_backward_s=sum(
                 times[op.name].backward_s / 2 for op in local.ops if _has_weight_gradient(op)
             ),
             away_s=away_s(local, self.cluster) if decision.recompute.mode == "offload" else 0.0,
         )
+
+    def _region_s(self, local: LocalBlock, decision: Decision) -> float:
+        """Return seconds of the host around a recomputed region, where kernels run on the host."""
+        host = self.timer(local.degree).host
+        runs = 2 if decision.recompute.mode == "selective" else 0
+        return host.region + runs * len(local.ops) * host.marked_op
 
     def memory_views(self, local: LocalBlock, decision: Decision) -> tuple[LocalBlock, LocalBlock]:
         """Return a block as its tensors live: in a step's first micro-batch, and in later ones."""
@@ -274,7 +293,7 @@ class Pricer:
         local = self.base(block, decision, setting.tp).local
         ratio = self.workload.parameter_bytes_per_traced_byte
         canonical = {fqn: group[0] for group in self.trace.shared for fqn in group}
-        stored = trained = gathered = grads = largest = 0
+        stored = trained = gathered = grads = largest = tensors = 0
         states = self.trace.blocks[block].states
         for state, fqn in zip(states, self.trace.calls[call].states, strict=True):
             name = canonical.get(fqn, fqn)
@@ -291,12 +310,14 @@ class Pricer:
             if state.is_trained:
                 trained += nbytes * ratio
                 grads += nbytes
+                tensors += 1
         return GroupBytes(
             stored=stored,
             trained=trained,
             gathered=gathered,
             gathered_grads=grads,
             largest=largest,
+            trained_tensors=tensors,
         )
 
     def own_group(self, call: int, decision: Decision, setting: Setting) -> GroupBytes:
@@ -326,14 +347,17 @@ class Pricer:
         copy_f, copy_b, copy_once = self._copy_times(group, setting, is_gathered_again)
         once_zero_s = comm.once_gather_s + comm.once_reduce_s
         if self.overlaps(setting):
-            exposed_f = exposed_s(comm.gather_s, forward)
-            exposed_b = exposed_s(again_s, backward)
+            slowed = interference(data_parallel_link(setting, self.cluster))
+            exposed_f = exposed_s(comm.gather_s, forward, slowed)
+            exposed_b = exposed_s(again_s, backward, slowed)
             if self.workload.engine.overlaps_reduction:
-                once_zero_s = exposed_s(comm.once_gather_s, forward)
-                once_zero_s += exposed_s(comm.once_reduce_s, backward)
+                once_zero_s = exposed_s(comm.once_gather_s, forward, slowed)
+                once_zero_s += exposed_s(comm.once_reduce_s, backward, slowed)
         else:
             exposed_f, exposed_b = comm.gather_s, again_s
         exposed_f, exposed_b = exposed_f + copy_f, exposed_b + copy_b
+        host_f, host_b = self.host_seconds(base, group, setting)
+        forward, backward = forward + host_f, backward + host_b
         once_zero_s += copy_once
         optimizer_s = self._optimizer_time(group, setting)
         return BlockPrice(
@@ -341,7 +365,7 @@ class Pricer:
             backward_s=backward + exposed_b,
             once_s=once_zero_s + optimizer_s + summed_s,
             by_category={
-                "compute": base.compute_forward_s + base.compute_backward_s,
+                "compute": base.compute_forward_s + base.compute_backward_s + host_f + host_b,
                 "recompute": base.redo_s,
                 **({"offload": 2 * base.away_s} if base.away_s else {}),
                 "tensor_parallel": tensor_s,
@@ -357,14 +381,39 @@ class Pricer:
     def _copy_times(
         self, group: GroupBytes, setting: Setting, is_gathered_again: bool
     ) -> tuple[float, float, float]:
-        """Return seconds of copies around collectives: forward, backward, once a step."""
-        timer = self.timer(setting.tp)
-        gather, reduce = map(timer.memory_s, copy_bytes(group, setting, self.workload))
+        """Return seconds around collectives: forward, backward, once a step."""
+        gather, reduce = self._around_collectives(group, setting)
         if setting.zero_stage == 3:
             return gather, gather * is_gathered_again + reduce, 0.0
         if setting.zero_stage == 2:
             return 0.0, reduce, gather
         return 0.0, 0.0, gather + reduce
+
+    def _around_collectives(self, group: GroupBytes, setting: Setting) -> tuple[float, float]:
+        """Return seconds of copies and of the host around one gather and one reduction."""
+        timer = self.timer(setting.tp)
+        gather, reduce = map(timer.memory_s, copy_bytes(group, setting, self.workload))
+        if is_wrapped(group, setting, self.workload):
+            gather, reduce = gather + timer.host.gather, reduce + timer.host.reduce
+        return gather, reduce
+
+    def host_seconds(
+        self, base: _BlockBase, group: GroupBytes, setting: Setting
+    ) -> tuple[float, float]:
+        """Return seconds that the host adds to a block's forward and to its backward.
+
+        Hooks of FSDP, where kernels run on the host; ops have theirs in their own times. A host
+        beside the device adds what it takes longer than the device: a step that is bound by
+        launches lasts as long as they do.
+        """
+        hooks_s = is_wrapped(group, setting, self.workload) * self.cluster.device.host.sharded_block
+        if not overlaps_communication(self.cluster):
+            return hooks_s / 2, hooks_s / 2
+        forward_s, backward_s = (
+            base.host_forward_s + hooks_s / 2,
+            base.host_backward_s + hooks_s / 2,
+        )
+        return max(0.0, forward_s - base.forward_s), max(0.0, backward_s - base.backward_s)
 
     def zero_seconds(self, group: GroupBytes, setting: Setting) -> tuple[float, float]:
         """Return seconds of one gather of a group's parameters and one reduction of its gradients.
@@ -373,11 +422,10 @@ class Pricer:
         reduce-scatter.
         """
         comm = data_parallel_times(group, setting, self.workload, self.cluster)
-        gather, reduce = copy_bytes(group, setting, self.workload)
-        timer = self.timer(setting.tp)
+        gather, reduce = self._around_collectives(group, setting)
         return (
-            comm.gather_s + comm.once_gather_s + timer.memory_s(gather),
-            comm.reduce_s + comm.once_reduce_s + timer.memory_s(reduce),
+            comm.gather_s + comm.once_gather_s + gather,
+            comm.reduce_s + comm.once_reduce_s + reduce,
         )
 
     def overlaps(self, setting: Setting) -> bool:
@@ -393,7 +441,11 @@ class Pricer:
         traffic = optimizer_bytes(group, setting, self.workload)
         if traffic == 0:
             return 0.0
-        device_s = self.tally.add(self.cluster.device.optimizer_time_s(traffic))
+        device = self.cluster.device
+        kernels_s = self.tally.add(device.optimizer_time_s(traffic))
+        launches_s = group.trained_tensors * device.host.optimizer_tensor
+        is_beside = overlaps_communication(self.cluster)
+        device_s = max(kernels_s, launches_s) if is_beside else kernels_s + launches_s
         # Kernels are launched by the same host: a step there is never faster than their launches.
         is_offloaded = setting.offload != "none"
         return max(device_s, host_optimizer_s(traffic, self.cluster)) if is_offloaded else device_s
@@ -573,10 +625,25 @@ class Pricer:
         """Return the bytes of one unit of memory in the search: about 2**-20 of the capacity."""
         return max(1, self.cluster.capacity_bytes >> 20)
 
-    def boundary_s(self, setting: Setting, cut: int, *, is_sliced: bool = False) -> float:
-        """Return the seconds of sending one micro-batch's activations over a cut, one way."""
+    def boundary_s(
+        self, setting: Setting, cut: int, *, stage: int | None = None, is_sliced: bool = False
+    ) -> float:
+        """Return the seconds of sending one micro-batch's activations over a cut, one way.
+
+        Args:
+            setting: degrees and their order.
+            cut: index of the first call after it.
+            stage: before it; None: whichever is farthest from the next.
+            is_sliced: as in `transfer_s`.
+        """
         nbytes = self.trace.crossing_bytes[cut - 1]
-        return transfer_s(nbytes, setting, self.workload, self.cluster, is_sliced=is_sliced)
+        return transfer_s(
+            nbytes, setting, self.workload, self.cluster, stage=stage, is_sliced=is_sliced
+        )
+
+    def action_s(self, setting: Setting) -> float:
+        """Return seconds of the host in a forward or a backward of a pipeline stage, ops apart."""
+        return self.timer(setting.tp).host.pipeline_action if setting.pp > 1 else 0.0
 
     def plan_price(
         self, setting: Setting, ends: Sequence[int], decisions: Sequence[Decision]
@@ -632,14 +699,14 @@ class Pricer:
         starts: Sequence[int],
         decisions: Sequence[Decision],
     ) -> float:
-        """Return seconds of what a stage sends and receives for one micro-batch."""
+        """Return seconds of one micro-batch at the borders of a stage: transfers and the host."""
         is_sliced = decisions[starts[stage]].is_sequence_parallel
         seconds = 0.0
         if stage > 0:
-            seconds += self.boundary_s(setting, starts[stage], is_sliced=is_sliced)
+            seconds += self.boundary_s(setting, starts[stage], stage=stage - 1, is_sliced=is_sliced)
         if stage < setting.pp - 1:
-            seconds += self.boundary_s(setting, starts[stage + 1], is_sliced=is_sliced)
-        return seconds * setting.virtual_stages
+            seconds += self.boundary_s(setting, starts[stage + 1], stage=stage, is_sliced=is_sliced)
+        return (seconds + 2 * self.action_s(setting)) * setting.virtual_stages
 
     def _stage_memory(
         self,

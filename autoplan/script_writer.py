@@ -346,7 +346,7 @@ class _Script:
         )
         ties = {n: f for n, f in program.aliases.items() if n != f}
         arguments = {
-            "mesh": f"Degrees(dp={plan.mesh.dp}, tp={plan.mesh.tp}, pp={plan.mesh.pp})",
+            "mesh": repr(plan.mesh).replace("Mesh(", "Degrees(", 1),
             "zero_stage": repr(plan.zero_stage),
             "schedule": repr(plan.schedule),
             "num_microbatches": repr(plan.num_microbatches),
