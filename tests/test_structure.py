@@ -78,6 +78,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "liveness",
         "inner_recompute",
         "losses",
+        "flat_partitions",
         "fusion",
         "caching_allocator",
         "memory",
