@@ -35,8 +35,8 @@ from autoplan.axis_labels import (
     rank_of,
     reference,
 )
+from autoplan.op_facts import is_random
 from autoplan.program import BlockGraph, Op
-from autoplan.segments import is_random
 
 __all__ = ["RuleFunction", "analyse", "pointwise", "reduction"]
 

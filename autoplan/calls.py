@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from autoplan import compat
 from autoplan.autocast import around_step
 from autoplan.executor import compile_graph
+from autoplan.op_facts import written_values
 from autoplan.program import BlockGraph
 from autoplan.recompute import KeepPlan, Nowhere, keep_plan, run_region
-from autoplan.segments import written_values
 from autoplan.stages import find_state
 
 __all__ = ["BoundCall", "bind_call", "install", "written_places"]

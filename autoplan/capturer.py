@@ -31,7 +31,8 @@ from autoplan.batches import (
     split_batch,
 )
 from autoplan.errors import TraceError
-from autoplan.exporter import ExportError, export
+from autoplan.exporter import export
+from autoplan.flattener import ExportError
 from autoplan.opaque import OpaqueCalls, empty_copy, empty_like
 from autoplan.program import Program
 from autoplan.segments import NotAChain, build_program

@@ -7,7 +7,7 @@ the block modules, and torch's pipeline schedules drive the stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -194,7 +194,8 @@ class _Emission:
         plan, program = self.plan, self.program
         cuts = [[block.call for block in stage.blocks] for stage in plan.stages]
         stages = slice_program(program, cuts)
-        _check_stages(program, stages)
+        parameters = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
+        _check_stages(program, stages, parameters)
         stage = stages[self._rank("pp")]
         root = build_root(self.model, root_contents(self.model, program, stage), self.device)
         group = self.mesh.get_group("dp") if self.mesh is not None else None
@@ -345,6 +346,7 @@ class _Emission:
             mesh=self.mesh["dp"],
             is_mixed=self._is_mixed,
             is_pipeline=self.plan.mesh.pp > 1,
+            offload=self.plan.offload,
         )
 
     def _runner(
@@ -355,7 +357,7 @@ class _Emission:
             return lambda count: holder[0].run_microbatches(count)
         assert self.mesh is not None, "a pipeline has a mesh"
         program, dtype = self.program, self._compute_dtype
-        is_wrapped = self.plan.mesh.dp > 1 or self._is_mixed
+        is_wrapped = self.plan.mesh.dp > 1 or self._is_mixed or self.plan.offload != "none"
         return pipeline_runner(
             root,
             index=stage.index,
@@ -418,9 +420,12 @@ class _Emission:
         return texts
 
 
-def _check_stages(program: Program, stages: Sequence[StageSlice]) -> None:
+def _check_stages(
+    program: Program, stages: Sequence[StageSlice], parameters: Collection[str]
+) -> None:
     for stage in stages:
-        if len(stages) > 1 and not any(program.calls[i].states for i in stage.calls):
+        states = {fqn for i in stage.calls for fqn in program.calls[i].states}
+        if len(stages) > 1 and states.isdisjoint(parameters):
             names = ", ".join(program.graphs[program.calls[i].graph].name for i in stage.calls)
             raise PlanError(
                 f"stage {stage.index} ({names}) has no parameter, so no optimizer can be made on "

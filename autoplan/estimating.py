@@ -20,7 +20,8 @@ from autoplan.inner_recompute import attention_core
 from autoplan.plan import Plan, Recompute, SearchRecord
 from autoplan.planner import Planner, make_planner
 from autoplan.settings import Setting
-from autoplan.simple import even_block_ends, even_ends, simple_decisions
+from autoplan.simple import simple_decisions
+from autoplan.stage_ends import even_block_ends, even_stage_ends, is_runnable
 from autoplan.tensor_layout import megatron_axes
 from autoplan.units import format_bytes
 
@@ -63,7 +64,7 @@ class Estimate:
             raise PlanError(
                 "this configuration is priced only, it has no plan that could be run: leave out "
                 "engine, tensor_layout, virtual_stages, product_dtype, is_compiled, traces and "
-                "recompute='attention'"
+                "recompute='attention', and give every stage a block with parameters"
             )
         return self.written
 
@@ -108,6 +109,7 @@ def estimate(
     product_dtype: str | None = None,
     is_compiled: bool = False,
     attention_kernel: str = "",
+    offload: Literal["none", "optimizer"] = "none",
     traces: MutableMapping[int, Trace] | None = None,
 ) -> Estimate:
     """Return what a given configuration takes and needs.
@@ -132,6 +134,8 @@ def estimate(
         is_compiled: memory-bound ops of a block that hand their results on run as one kernel.
         attention_kernel: implementation of fused attention as the profile's tables name it, such as
             `flash1`; empty: the profile's default.
+        offload: `optimizer`: shards of parameters, gradients and optimizer state lie in host
+            memory; with zero_stage=3 only.
         traces: filled with the traces by micro-batch size; give the same mapping again for the
             same model and batch to save the tracing.
 
@@ -149,6 +153,7 @@ def estimate(
         mixed_precision=mixed_precision,
         autocast=autocast,
         name=name,
+        offload=() if offload == "none" else offload,
         pins={"microbatch_size": microbatch_size},
     )
     _check_choices(recompute, zero_stage, tensor_layout, sequence_parallel, product_dtype, tp)
@@ -171,6 +176,7 @@ def estimate(
         microbatch_size=microbatch_size,
         schedule=schedule,
         virtual_stages=virtual_stages,
+        offload=offload,
     )
     trace = planner.trace(microbatch_size)
     ends = _ends(trace, stage_ends, pp)
@@ -190,6 +196,7 @@ def estimate(
         and recompute != "attention"
         and product_dtype is None
         and not is_compiled
+        and (pp == 1 or is_runnable(trace, ends))
     )
     if not is_emitted or traces is not None:
         return _priced(
@@ -253,7 +260,7 @@ def _ends(
         raise ValueError(f"pp={pp} stages for a chain of {num_calls} blocks: lower pp")
     if stage_ends == "blocks":
         return even_block_ends(trace, pp)
-    ends = even_ends(num_calls, pp) if stage_ends is None else tuple(map(int, stage_ends))
+    ends = even_stage_ends(trace, pp) if stage_ends is None else tuple(map(int, stage_ends))
     is_rising = all(a < b for a, b in zip((0, *ends), ends, strict=False))
     if len(ends) != pp or ends[-1] != num_calls or not is_rising:
         raise ValueError(
@@ -312,6 +319,7 @@ def _setting(
     microbatch_size: int,
     schedule: str,
     virtual_stages: int,
+    offload: Literal["none", "optimizer"],
 ) -> Setting:
     sizes = {
         "tp": tp,
@@ -322,6 +330,8 @@ def _setting(
     for label, value in sizes.items():
         if value < 1:
             raise ValueError(f"{label}={value}: must be at least 1")
+    if offload != "none" and zero_stage != 3:
+        raise ValueError(f"offload={offload!r} with zero_stage={zero_stage}: it needs zero_stage=3")
     dp = dp if dp is not None else world // (tp * pp)
     if dp < 1 or dp * tp * pp != world:
         raise ValueError(f"dp={dp} * tp={tp} * pp={pp} is not the {world} devices of the cluster")
@@ -347,9 +357,10 @@ def _setting(
         dp=dp,
         tp=tp,
         pp=pp,
-        zero_stage=zero_stage if dp > 1 else 0,
+        zero_stage=zero_stage if dp > 1 or offload != "none" else 0,
         microbatch_size=microbatch_size,
         num_microbatches=m,
         schedule="none" if pp == 1 else schedule,  # type: ignore[arg-type]
         virtual_stages=virtual_stages,
+        offload=offload,
     )

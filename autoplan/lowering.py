@@ -21,8 +21,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from autoplan.axis_labels import arguments, op_name
 from autoplan.collectives import Redistribute, local_shape, placement_word
 from autoplan.graph import Placement, ShardOption
+from autoplan.op_facts import is_random
 from autoplan.program import BlockGraph, Op, Ref, TensorMeta, map_refs
-from autoplan.segments import is_random
 from autoplan.sharded_ops import (
     QueryHeadAttention,
     RowAddmm,

@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 
 from autoplan.autocast import around_step, bare
 from autoplan.kernels import tensors_in
+from autoplan.op_facts import mutates_input
 from autoplan.profiles.op_times import MeasuredOp
 from autoplan.profiles.timing import Stopwatch
 from autoplan.program import Op
-from autoplan.segments import mutates_input
 
 __all__ = ["OpCall", "TensorSpec", "measure_call", "spec_of"]
 

@@ -19,9 +19,9 @@ from autoplan.cuda_autocast import CudaAutocast
 from autoplan.custom_ops import custom_op
 from autoplan.graph import Gemm, OpKind
 from autoplan.kernels import Meter, storage_key, tensors_in
+from autoplan.op_facts import mutates_input
 from autoplan.opaque import OpaqueCall
 from autoplan.program import Op
-from autoplan.segments import mutates_input
 
 __all__ = ["RECURRENT_PREFIXES", "OpCost", "OpMeter"]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from autoplan import codec
 from autoplan.errors import PlanError
 from autoplan.stage_costs import PlanCosts
+from autoplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -135,6 +136,7 @@ class Predicted:
         time_by_category: of the step, seconds by category.
         capacity_bytes: Device_Memory that every peak was held against.
         lookups: how many cost look-ups were measured, interpolated, extrapolated, roofline.
+        host_bytes: per stage, bytes of a rank's shards in host memory; empty without offload.
     """
 
     step_time_s: float
@@ -144,6 +146,7 @@ class Predicted:
     time_by_category: dict[str, float]
     capacity_bytes: int
     lookups: dict[str, int]
+    host_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +209,8 @@ class Plan:
         global_batch_size: dp * num_microbatches * microbatch_size.
         schedule: `none` without a pipeline.
         mixed_precision: `bfloat16` computes in it over parameters of the model's own dtype.
+        offload: `optimizer`: shards of parameters, gradients and optimizer state lie in host memory
+            and the optimizer steps there.
         autocast: dtype of the `torch.autocast` that forward and recomputation run under.
         optimizer: name of the optimizer that the memory was counted for.
         stages: blocks of each stage.
@@ -235,6 +240,7 @@ class Plan:
     schedule: Schedule
     mixed_precision: Literal["none", "bfloat16"] = "none"
     autocast: Literal["none", "bfloat16"] = "none"
+    offload: Literal["none", "optimizer"] = "none"
     optimizer: str
     stages: tuple[StagePlan, ...]
     recompute: dict[str, Recompute]
@@ -271,6 +277,19 @@ class Plan:
         partial = target.with_name(target.name + ".partial")
         partial.write_text(self.to_json() + "\n")
         partial.replace(target)
+
+    def __repr__(self) -> str:
+        """Return one line; `report` and `to_json` tell the rest."""
+        peak = max(self.predicted.peak_memory_bytes, default=0)
+        return (
+            f"<Plan of {self.model} for {self.provenance.get('cluster', 'a cluster')}: "
+            f"{self.mesh} ZeRO-{self.zero_stage}, {self.num_microbatches} micro-batches of "
+            f"{self.microbatch_size}, predicted {format_seconds(self.predicted.step_time_s)} and "
+            f"{format_bytes(peak)}, {self.search.status}>"
+        )
+
+    def __str__(self) -> str:
+        return self.report()
 
     def report(self) -> str:
         """Return the plan as text: what, why, memory by category, simpler strategies, bound."""

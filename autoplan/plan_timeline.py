@@ -90,6 +90,7 @@ def _samples(
             microbatch_size=plan.microbatch_size,
             num_microbatches=plan.num_microbatches,
             schedule=known,  # type: ignore[arg-type]
+            offload=plan.offload,
         ),
         Optimizer(
             name=plan.optimizer,

@@ -26,6 +26,7 @@ from autoplan.costs import Pricer
 from autoplan.frontiers import Decision, Frontiers
 from autoplan.graph import Trace
 from autoplan.limits import Limits, constraint_texts
+from autoplan.offload import check_offload
 from autoplan.plan import Plan, SearchRecord, Simpler
 from autoplan.plan_writer import write_plan
 from autoplan.scaling import interpolate
@@ -41,6 +42,7 @@ from autoplan.settings import (
     check_pins,
     settings_of,
 )
+from autoplan.stage_ends import holders
 from autoplan.times import Tally
 from autoplan.tracer import trace
 
@@ -149,12 +151,12 @@ class Planner:
         Raises:
             ValueError: the pins or the batch leave none; says which numbers would do.
         """
-        some = self.smallest_trace()
+        num_blocks = sum(holders(self.smallest_trace()))
         found = list(
-            settings_of(self.cluster, self.workload, len(some.calls), self.pins, limits=self.limits)
+            settings_of(self.cluster, self.workload, num_blocks, self.pins, limits=self.limits)
         )
         if not found:
-            raise ValueError(self._why_no_setting(len(some.calls)))
+            raise ValueError(self._why_no_setting(num_blocks))
         return found
 
     def smallest_trace(self) -> Trace:
@@ -172,7 +174,7 @@ class Planner:
             f"no setting is possible for {world} devices, global batch {batch} and {pins}: "
             f"dp * tp * pp must be {world}, and dp * num_microbatches * microbatch_size must be "
             f"{batch} (dp may be {', '.join(map(str, degrees))}), with num_microbatches >= pp and "
-            f"pp <= {num_blocks} blocks; zero_stage above 0 needs dp above 1"
+            f"pp <= {num_blocks} blocks with parameters; zero_stage above 0 needs dp above 1"
             + "".join(f"; {rule}" for rule in rules)
         )
 
@@ -264,6 +266,7 @@ def make_planner(
     mixed_precision: str = "auto",
     autocast: torch.dtype | None = None,
     name: str | None = None,
+    offload: Sequence[str] | str = (),
     pins: Mapping[str, Any] | None = None,
     limits: Limits = NO_LIMITS,
 ) -> Planner:
@@ -291,6 +294,7 @@ def make_planner(
         mixed_precision=_precision(model, "none" if autocast else mixed_precision, is_gpu),
         autocast=check_autocast(model, autocast, mixed_precision),
         parameter_bytes_per_traced_byte=1,
+        offload=check_offload(offload, cluster),
     )
     if workload.mixed_precision != "none":
         workload = replace(workload, parameter_bytes_per_traced_byte=2)

@@ -21,9 +21,9 @@ from autoplan.cuda_autocast import CudaAutocast
 from autoplan.custom_ops import custom_op
 from autoplan.errors import TraceError
 from autoplan.kernels import storage_bytes, storage_key, tensors_in
+from autoplan.op_facts import mutates_input
 from autoplan.opcost import OpCost, OpMeter
 from autoplan.program import BlockGraph, Op, Program, TensorMeta, map_refs
-from autoplan.segments import mutates_input
 
 __all__ = ["BlockRun", "attribute_tensors", "run_block", "run_program", "true_metas"]
 

@@ -296,7 +296,7 @@ class ParallelModule(nn.Module):
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for _, gradient in named:
             local = local_tensor(gradient)
-            local.mul_(scale.to(local.dtype))
+            local.mul_(scale.to(local.device, local.dtype))
         return norm
 
     @torch.no_grad()

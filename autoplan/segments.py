@@ -7,16 +7,19 @@ block graph, and shortened runs are put back as calls.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from autoplan.autocast import bare
 from autoplan.blocks import Segment, find_segments
-from autoplan.opaque import OpaqueCall
+from autoplan.op_facts import (
+    is_random,
+    mutates_input,
+    storage_owners,
+    written_values,
+)
 from autoplan.program import (
     BlockGraph,
     Call,
@@ -26,7 +29,6 @@ from autoplan.program import (
     State,
     TensorMeta,
     map_refs,
-    refs,
     text_hash,
 )
 from autoplan.shortening import Shortening, ShortRun
@@ -184,80 +186,6 @@ def _renamed(op: Op, names: Mapping[str, str]) -> Op:
         return Ref(names.get(name, name))
 
     return replace(op, args=map_refs(op.args, rename), kwargs=map_refs(dict(op.kwargs), rename))
-
-
-def mutates_input(op: Op) -> bool:
-    """Return whether the operator's schema says that it writes to one of its arguments."""
-    op = bare(op)
-    if isinstance(op.target, OpaqueCall):
-        return bool(op.target.writes)
-    if not isinstance(op.target, torch._ops.OpOverload):
-        return False
-    name = op.target._schema.name
-    if name in ("aten::batch_norm", "aten::instance_norm"):
-        return bool(op.args[5])
-    return op.target._schema.is_mutable
-
-
-def written_inputs(op: Op) -> tuple[str, ...]:
-    """Return the names of the values that the operator writes to."""
-    op = bare(op)
-    if not mutates_input(op):
-        return ()
-    if isinstance(op.target, OpaqueCall):
-        return tuple(refs([op.args[i] for i in op.target.writes]))
-    schema = op.target._schema  # type: ignore[attr-defined]
-    if schema.name in ("aten::batch_norm", "aten::instance_norm"):
-        return tuple(refs(op.args[3:5]))
-    found: list[str] = []
-    for index, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            is_positional = index < len(op.args)
-            value = op.args[index] if is_positional else op.kwargs.get(argument.name)
-            found.extend(refs(value))
-    return tuple(found)
-
-
-def storage_owners(ops: Sequence[Op]) -> dict[str, str]:
-    """Return, for every result that may share the storage of an earlier value, that value.
-
-    Views of views lead to the first; what an operator's schema says of its result counts.
-    """
-    owners: dict[str, str] = {}
-    for op in ops:
-        if op.inputs() and _may_alias(op):
-            source = op.inputs()[0]
-            owners[op.name] = owners.get(source, source)
-    return owners
-
-
-def _may_alias(op: Op) -> bool:
-    target = bare(op).target
-    if isinstance(target, torch._ops.OpOverload):
-        return any(result.alias_info is not None for result in target._schema.returns)
-    return target is operator.getitem
-
-
-def written_values(ops: Sequence[Op]) -> set[str]:
-    """Return the values whose storage some op writes to: inputs, states, and results."""
-    owners = storage_owners(ops)
-    return {owners.get(name, name) for op in ops for name in written_inputs(op)}
-
-
-def is_random(op: Op) -> bool:
-    """Return whether the operator draws from the random state with the arguments it has."""
-    op = bare(op)
-    if isinstance(op.target, OpaqueCall):
-        return op.target.is_random
-    if not isinstance(op.target, torch._ops.OpOverload):
-        return False
-    name = op.target._schema.name.removeprefix("aten::")
-    if name in ("dropout", "dropout_", "feature_dropout", "alpha_dropout", "native_dropout"):
-        return bool(op.args[1] > 0 and op.args[2])
-    if name == "scaled_dot_product_attention":
-        rate = op.args[4] if len(op.args) > 4 else op.kwargs.get("dropout_p", 0.0)
-        return bool(rate > 0)
-    return torch.Tag.nondeterministic_seeded in op.target.tags
 
 
 def _used_later(segments: Sequence[Segment], loss: str) -> list[set[str]]:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.costs import TICK_S, Pricer
 from autoplan.frontiers import Decision
+from autoplan.graph import Trace
 from autoplan.search.evaluate import block_options, stage_costs
 from autoplan.search.pipeline import solve_pipeline
 from autoplan.search.problem import PipelineProblem, PipelineSolution, Run
 from autoplan.settings import Setting
-from autoplan.simple import even_ends
+from autoplan.stage_ends import even_stage_ends, holders
 
 if TYPE_CHECKING:
     from autoplan.planner import Planner
@@ -83,7 +84,7 @@ def _calibrated(
     Measured on even cuts; a stage where the linear memory is too low keeps its capacity.
     """
     pricer = planner.pricer(setting.microbatch_size)
-    ends = even_ends(problem.num_blocks, setting.pp)
+    ends = even_stage_ends(pricer.trace, setting.pp)
     leanest = [
         min(range(len(own)), key=lambda i: own[i].static + own[i].kept + own[i].working)
         for own in block_options(problem)
@@ -147,14 +148,15 @@ def _pipeline(
         capacity=(planner.cluster.capacity_bytes // unit,) * setting.pp,
         fixed=tuple(fixed),
         boundary=tuple(boundary),
-        cut_allowed=_even_cuts(num_calls, setting.pp) if planner.even_cuts else (),
+        cut_allowed=_even_cuts(pricer.trace, setting.pp) if planner.even_cuts else (),
+        anchors=holders(pricer.trace) if setting.pp > 1 else (),
     )
 
 
-def _even_cuts(num_calls: int, num_stages: int) -> tuple[bool, ...]:
-    """Return which positions between blocks end a stage of `even_ends`."""
-    ends = even_ends(num_calls, num_stages)
-    return tuple(position in ends for position in range(1, num_calls))
+def _even_cuts(trace: Trace, num_stages: int) -> tuple[bool, ...]:
+    """Return which positions between blocks end a stage of `even_stage_ends`."""
+    ends = even_stage_ends(trace, num_stages)
+    return tuple(position in ends for position in range(1, len(trace.calls)))
 
 
 def _slowest_cut_s(setting: Setting, pricer: Pricer) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from autoplan.cluster import Cluster
@@ -14,6 +15,7 @@ from autoplan.limits import LIMITED_KEYS, Limits
 
 __all__ = [
     "NO_LIMITS",
+    "OFFLOADS",
     "PIN_KEYS",
     "Optimizer",
     "Setting",
@@ -25,6 +27,7 @@ __all__ = [
 
 PIN_KEYS = ("dp", "tp", "pp", "zero_stage", "microbatch_size", "num_microbatches", "recompute")
 NO_LIMITS = Limits()
+OFFLOADS = ("optimizer",)
 _RECOMPUTE = ("none", "full", "selective")
 _MAX_MICROBATCH_ROWS = 64
 
@@ -84,6 +87,7 @@ class Workload:
         attention_kernel: implementation of fused attention, as the profile names it; empty: its own
             default.
         is_compiled: memory-bound ops that hand their results on run as one kernel.
+        offload: what a plan may keep in host memory: names of `OFFLOADS`.
     """
 
     global_batch_size: int
@@ -95,6 +99,7 @@ class Workload:
     product_dtype: str | None = None
     is_compiled: bool = False
     attention_kernel: str = ""
+    offload: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -109,6 +114,8 @@ class Setting:
         schedule: of the pipeline.
         virtual_stages: parts into which each rank's share of the blocks is cut; above 1 the
             schedule is interleaved (Narayanan et al. 2021, section 2.2). Priced, not searched.
+        offload: `optimizer`: shards of parameters, gradients and optimizer state lie in host
+            memory and the optimizer steps there; with ZeRO 3 only, on one device too.
     """
 
     dp: int
@@ -119,17 +126,20 @@ class Setting:
     num_microbatches: int
     schedule: Literal["none", "gpipe", "1f1b"]
     virtual_stages: int = 1
+    offload: Literal["none", "optimizer"] = "none"
 
     def __str__(self) -> str:
         return (
             f"dp={self.dp} tp={self.tp} pp={self.pp} zero={self.zero_stage} "
             f"mbs={self.microbatch_size} m={self.num_microbatches}"
+            + (" offload" if self.offload != "none" else "")
         )
 
     @property
     def simplicity(self) -> tuple[int, ...]:
         """Return the order in which ties are broken: fewer ways of being parallel first."""
-        return (self.pp, self.tp, self.zero_stage, self.num_microbatches, self.dp)
+        is_offloaded = int(self.offload != "none")
+        return (is_offloaded, self.pp, self.tp, self.zero_stage, self.num_microbatches, self.dp)
 
     @property
     def world_size(self) -> int:
@@ -144,6 +154,9 @@ class Setting:
         return (m,) * self.pp if self.schedule == "gpipe" else (1,)
 
 
+_ARGUMENTS = ("batch", "batch_dim", "global_batch_size", "loss_fn", "optimizer", "within", "forbid")
+
+
 def check_pins(pins: Mapping[str, Any]) -> None:
     """Check the names and values of pinned settings.
 
@@ -152,7 +165,9 @@ def check_pins(pins: Mapping[str, Any]) -> None:
     """
     for key, value in pins.items():
         if key not in PIN_KEYS:
-            raise ValueError(f"cannot pin {key!r}; allowed are {', '.join(PIN_KEYS)}")
+            near = get_close_matches(key, [*PIN_KEYS, *_ARGUMENTS], n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(f"cannot pin {key!r}{hint}; allowed are {', '.join(PIN_KEYS)}")
         if key == "recompute":
             if value not in _RECOMPUTE:
                 raise ValueError(f"recompute={value!r}; allowed are {', '.join(_RECOMPUTE)}")
@@ -175,8 +190,9 @@ def settings_of(
     """Yield every setting of the space that obeys the rules, the pins and the limits.
 
     Rules: dp * tp * pp is the number of devices; tp stays inside a node; there are at least as many
-    blocks as stages; the batch divides into dp * num_microbatches * microbatch_size; 1F1B has at
-    least as many micro-batches as stages; without data parallelism there is nothing to shard.
+    blocks with parameters (`num_blocks`) as stages; the batch divides into dp * num_microbatches *
+    microbatch_size; 1F1B has at least as many micro-batches as stages; without data parallelism
+    there is nothing to shard, unless the shards may lie on the host.
     """
     for setting in _unlimited(cluster, workload, num_blocks, pins, devices or cluster.world_size):
         if limits.allows_all({name: getattr(setting, name) for name in LIMITED_KEYS}):
@@ -212,7 +228,7 @@ def _batch_settings(
             continue
         if pp > 1 and m < pp:
             continue
-        for zero in (0, 1, 2, 3) if dp > 1 else (0,):
+        for zero, offload in _sharding(dp, workload):
             if pins.get("zero_stage", zero) != zero:
                 continue
             yield Setting(
@@ -223,7 +239,16 @@ def _batch_settings(
                 microbatch_size=size,
                 num_microbatches=m,
                 schedule="1f1b" if pp > 1 else "none",
+                offload=offload,
             )
+
+
+def _sharding(dp: int, workload: Workload) -> Iterator[tuple[int, Literal["none", "optimizer"]]]:
+    """Yield the ZeRO stages and what they offload."""
+    for zero in (0, 1, 2, 3) if dp > 1 else (0,):
+        yield zero, "none"
+    if "optimizer" in workload.offload:
+        yield 3, "optimizer"
 
 
 def _divisors(number: int) -> list[int]:
@@ -244,7 +269,9 @@ def broken_rules(
         return tuple(found)
     pp = pins.get("pp", 1)
     if pp > num_blocks:
-        found.append(f"pp={pp} stages need at least {pp} blocks, the model has {num_blocks}")
+        found.append(
+            f"pp={pp} stages need as many blocks with parameters, the model has {num_blocks}"
+        )
     dp = pins.get("dp", world // product if {"tp", "pp"} <= given.keys() else 1)
     size, m = pins.get("microbatch_size", 1), pins.get("num_microbatches", 1)
     if batch % (dp * size * m):
@@ -256,7 +283,8 @@ def broken_rules(
             f"1F1B over pp={pp} stages needs as many micro-batches, dp={dp} leaves "
             f"{batch // (dp * size)}"
         )
-    if pins.get("zero_stage", 0) and dp == 1 and ("dp" in pins or {"tp", "pp"} <= given.keys()):
+    is_whole = dp == 1 and not (workload.offload and pins.get("zero_stage") == 3)
+    if pins.get("zero_stage", 0) and is_whole and ("dp" in pins or {"tp", "pp"} <= given.keys()):
         found.append(f"zero_stage={pins['zero_stage']} shards over dp, which is 1")
     return tuple(found)
 

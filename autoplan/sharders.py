@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from autoplan import compat
@@ -194,6 +200,7 @@ def shard(
     mesh: DeviceMesh,
     is_mixed: bool,
     is_pipeline: bool,
+    offload: str = "none",
 ) -> Sharder:
     """Apply data parallelism to a stage root in place.
 
@@ -204,8 +211,9 @@ def shard(
         mesh: the one-dimensional data-parallel mesh; of size 1 it matters for mixed precision only.
         is_mixed: compute in bfloat16 and reduce in float32.
         is_pipeline: several stages; ZeRO 2 and 3 then hide the root from torch's runtime.
+        offload: `optimizer`: shards and their gradients lie in host memory.
     """
-    if mesh.size() == 1 and not is_mixed:
+    if mesh.size() == 1 and not is_mixed and offload == "none":
         return Unsharded()
     if zero_stage == 0 and not is_mixed:
         return GradientReducer(
@@ -219,7 +227,11 @@ def shard(
         wrap = functools.partial(compat.replicate, mesh=mesh, mp_policy=policy)
     else:
         wrap = functools.partial(
-            fully_shard, mesh=mesh, mp_policy=policy, shard_placement_fn=_fsdp_placement
+            fully_shard,
+            mesh=mesh,
+            mp_policy=policy,
+            shard_placement_fn=_fsdp_placement,
+            **_offload_policy(offload, mesh),
         )
     for block in _separable(root, blocks):
         if zero_stage == 0:
@@ -232,6 +244,13 @@ def shard(
         wrap(root, reshard_after_forward=zero_stage == 3 and is_pipeline)
     assert isinstance(root, FSDPModule), "the stage root was not wrapped"
     return FsdpSharder(root, zero_stage, is_hidden=is_pipeline and zero_stage >= 2)
+
+
+def _offload_policy(offload: str, mesh: DeviceMesh) -> dict[str, OffloadPolicy]:
+    """Return the argument of `fully_shard`; only memory that a device copies from is pinned."""
+    if offload == "none":
+        return {}
+    return {"offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")}
 
 
 def _fsdp_placement(parameter: nn.Parameter) -> Shard | None:

@@ -16,9 +16,9 @@ from autoplan.axes import RESULT, Analysis, Atom, Dim, Rule, cuts_of, leaves
 from autoplan.axis_rules import analyse
 from autoplan.custom_ops import custom_op
 from autoplan.graph import Placement, ShardOption
+from autoplan.op_facts import mutates_input
 from autoplan.program import BlockGraph, Op
 from autoplan.redistribution import transition
-from autoplan.segments import mutates_input
 
 __all__ = [
     "check_axes",

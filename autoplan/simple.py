@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autoplan.frontiers import Decision
-from autoplan.graph import Trace
 from autoplan.limits import LIMITED_KEYS, Limits
 from autoplan.plan import Recompute, Simpler
 from autoplan.settings import Setting, settings_of
+from autoplan.stage_ends import even_stage_ends, holders
 
 if TYPE_CHECKING:
     from autoplan.planner import Planner
 
-__all__ = ["Strategy", "even_block_ends", "even_ends", "simple_decisions", "simple_strategies"]
+__all__ = ["Strategy", "simple_decisions", "simple_strategies"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,27 +36,6 @@ class Strategy:
         values = {name: getattr(self.setting, name) for name in LIMITED_KEYS}
         is_pinned = all(pins[key] == value for key, value in own.items())
         return is_mode and is_pinned and limits.allows_all(values)
-
-
-def even_ends(num_calls: int, num_stages: int) -> tuple[int, ...]:
-    """Return stage ends that give every stage the same number of blocks, as near as can be."""
-    return tuple(num_calls * (s + 1) // num_stages for s in range(num_stages))
-
-
-def even_block_ends(trace: Trace, num_stages: int) -> tuple[int, ...]:
-    """Return stage ends with equal numbers of repeated blocks; glue goes with its neighbours.
-
-    What comes before the first block is on the first stage, what comes after the last on the last,
-    as Megatron-LM cuts a decoder.
-
-    Raises:
-        ValueError: there are fewer blocks than stages.
-    """
-    blocks = [i for i, call in enumerate(trace.calls) if not trace.blocks[call.block].is_glue]
-    if len(blocks) < num_stages:
-        raise ValueError(f"pp={num_stages} stages for {len(blocks)} blocks: lower pp")
-    inner = [blocks[len(blocks) * (s + 1) // num_stages] for s in range(num_stages - 1)]
-    return (*inner, len(trace.calls))
 
 
 def simple_decisions(
@@ -99,22 +78,33 @@ def simple_strategies(planner: Planner) -> tuple[Strategy, ...]:
                 label = f"tp {node}, pp {pp}, even cuts, recompute all"
                 wanted.append((label, {**mixed, "pp": pp}, "full", world))
     found = [_best(planner, *item) for item in wanted]
+    if planner.workload.offload:
+        pins = {"dp": world, "zero_stage": 3}
+        for recompute, label in (("none", ""), ("full", ", recompute all")):
+            label = f"ZeRO-3, states on the host{label}"
+            found.append(_best(planner, label, pins, recompute, world, is_offloaded=True))
     return tuple(s for s in found if s is not None)
 
 
 def _best(
-    planner: Planner, name: str, pins: dict[str, int], recompute: str, devices: int
+    planner: Planner,
+    name: str,
+    pins: dict[str, int],
+    recompute: str,
+    devices: int,
+    *,
+    is_offloaded: bool = False,
 ) -> Strategy | None:
     """Return the strategy at the micro-batch size that suits it best, or None where none can be."""
-    num_calls = len(planner.trace(planner.pins.get("microbatch_size", 1)).calls)
+    num_blocks = sum(holders(planner.smallest_trace()))
     fixed: dict[str, Any] = {
         k: planner.pins[k] for k in ("microbatch_size", "num_microbatches") if k in planner.pins
     }
     found = []
     options = settings_of(
-        planner.cluster, planner.workload, num_calls, {**pins, **fixed}, devices=devices
+        planner.cluster, planner.workload, num_blocks, {**pins, **fixed}, devices=devices
     )
-    for setting in _few(list(options)):
+    for setting in _few([s for s in options if (s.offload != "none") == is_offloaded]):
         strategy = price_strategy(planner, name, setting, recompute)
         found.append(strategy)
     if not found:
@@ -137,7 +127,7 @@ def _few(settings: Sequence[Setting]) -> list[Setting]:
 def price_strategy(planner: Planner, name: str, setting: Setting, recompute: str) -> Strategy:
     """Return a strategy priced exactly."""
     pricer = planner.pricer(setting.microbatch_size)
-    ends = even_ends(len(pricer.trace.calls), setting.pp)
+    ends = even_stage_ends(pricer.trace, setting.pp)
     decisions = simple_decisions(planner, setting, recompute, lean=setting.tp > 1)
     price = pricer.plan_price(setting, ends, decisions)
     row = Simpler(

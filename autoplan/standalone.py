@@ -48,6 +48,7 @@ class ScriptPlan:
     Attributes:
         mesh, zero_stage, schedule, num_microbatches, microbatch_size, mixed_precision: as planned.
         autocast: dtype of the autocast around the step, or None.
+        offload: as planned.
         input_keys: paths of the tensors of a batch.
         batch_dims: their batch dimensions.
         aliases: name of each parameter -> first name of the same one.
@@ -62,6 +63,7 @@ class ScriptPlan:
     microbatch_size: int
     mixed_precision: str
     autocast: torch.dtype | None
+    offload: Literal["none", "optimizer"]
     input_keys: tuple[str, ...]
     batch_dims: tuple[int | None, ...]
     aliases: Mapping[str, str]
@@ -166,6 +168,7 @@ def build_stage(
         mesh=mesh["dp"],
         is_mixed=is_mixed,
         is_pipeline=plan.mesh.pp > 1,
+        offload=plan.offload,
     )
     holder: list[ParallelModule] = []
     run_step: Callable[[int], list[torch.Tensor]]

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autoplan.op_facts import written_values
 from autoplan.program import Program
-from autoplan.segments import written_values
 from autoplan.stages import StageSlice, find_state
 
 __all__ = ["StepBuffers", "changed_states", "several_changers"]

@@ -33,11 +33,11 @@ from autoplan.graph import (
     ValueTrace,
 )
 from autoplan.kernels import storage_bytes, storage_key, tensors_in
+from autoplan.op_facts import is_random, mutates_input, written_inputs
 from autoplan.opaque import OpaqueCall
 from autoplan.opcost import RECURRENT_PREFIXES, OpMeter
 from autoplan.program import BlockGraph, Call, Op, Program, TensorMeta
 from autoplan.runner import BlockRun, run_program
-from autoplan.segments import is_random, mutates_input, written_inputs
 from autoplan.sharding import shard_options
 from autoplan.signatures import op_signature
 

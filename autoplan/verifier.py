@@ -12,6 +12,7 @@ V9  the ZeRO stage is 0 to 3, and 0 without data parallelism
 V10 keep marks are on ops that may carry one
 V11 categories add up to the peak, and the peak is within the capacity
 V12 the peak is not below an independent sum of static and kept bytes
+V13 every stage of a pipeline has parameters, without which no optimizer can be made on its ranks
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from autoplan.errors import PlanError
 from autoplan.graph import BlockTrace, Placement, Trace
 from autoplan.plan import BlockPlan, Plan, Recompute
 from autoplan.settings import Optimizer
+from autoplan.stage_ends import holders
 from autoplan.units import format_bytes
 
 __all__ = ["Violation", "check_plan", "independent_bytes", "verify_plan"]
@@ -79,8 +81,13 @@ def _sizes(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
             message=f"dp {mesh.dp} * num_microbatches {plan.num_microbatches} * microbatch_size "
             f"{plan.microbatch_size} is {product}, the global batch is {plan.global_batch_size}",
         )
-    if not 0 <= plan.zero_stage <= 3 or (mesh.dp == 1 and plan.zero_stage):
+    is_offloaded = plan.offload != "none"
+    if not 0 <= plan.zero_stage <= 3 or (mesh.dp == 1 and plan.zero_stage and not is_offloaded):
         yield Violation(rule="V9", message=f"ZeRO stage {plan.zero_stage} with dp={mesh.dp}")
+    if is_offloaded and plan.zero_stage != 3:
+        yield Violation(
+            rule="V9", message=f"ZeRO stage {plan.zero_stage} with offload: it needs stage 3"
+        )
 
 
 def _coverage(plan: Plan, trace: Trace) -> Iterator[Violation]:
@@ -102,6 +109,11 @@ def _coverage(plan: Plan, trace: Trace) -> Iterator[Violation]:
         )
     if any(not stage.blocks for stage in plan.stages):
         yield Violation(rule="V3", message="a stage is empty")
+    holds = holders(trace)
+    for stage in plan.stages if plan.mesh.pp > 1 else ():
+        own = [b.call for b in stage.blocks if 0 <= b.call < len(holds)]
+        if own and not any(holds[call] for call in own):
+            yield Violation(rule="V13", message=f"stage {stage.index} has no parameters")
 
 
 def _blocks(plan: Plan, trace: Trace) -> Iterator[tuple[BlockPlan, BlockTrace]]:
@@ -254,7 +266,7 @@ def independent_bytes(plan: Plan, trace: Trace) -> tuple[int, ...]:
                 placed = Placement.parse(layout.parameters.get(state.fqn, "R"))
                 part = plan.mesh.tp if placed.kind == "shard" else 1
                 size = state.nbytes * ratio * (1 + states * state.is_trained)
-                total += int(size) // (part * shards)
+                total += 0 if plan.offload != "none" else int(size) // (part * shards)
             entry = plan.recompute[block.recompute]
             total += live * _kept_bytes(traced, entry) // plan.mesh.tp
         needs.append(total)

@@ -40,9 +40,9 @@ from autoplan.capturer import capture
 from autoplan.emitter import parallelize
 from autoplan.graph import Placement
 from autoplan.layout_check import fsdp_can_slice
+from autoplan.op_facts import written_inputs
 from autoplan.plan import Layout, Plan, Recompute
 from autoplan.program import BlockGraph, Program
-from autoplan.segments import written_inputs
 from autoplan.sharding import check_axes, layout_parameters, shard_options
 from benchmarks.equality_families import FAMILIES, build
 from benchmarks.equality_reference import Result, differences, reference

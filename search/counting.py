@@ -19,6 +19,7 @@ options o of a run (`count[c]` blocks):
                 sum_c cum[s,c] in the allowed cut positions                         _add_end
                 sum_o n[s,c,o] = cum[s,c] - cum[s-1,c]                              _add_counts
                 sum_c cum[s,c] - cum[s-1,c] >= min_blocks                           _add_counts
+                the same over the runs with anchors >= 1                            _add_counts
                 sum of n[s,c,o] with working[o] >= w  <=  count[c] level[s,c,w]     add_peak
                 peak[s] >= sum_w step[w] level[s,c,w]                               add_peak
                 sum (static + live[s] kept)[c,o] n[s,c,o] + peak[s] + fixed[s]
@@ -35,6 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from ortools.sat.python import cp_model
@@ -146,6 +148,10 @@ def _add_counts(built: _CountingModel, stage: int) -> None:
         model.add(sum(own) == after[index] - before[index])
         counts.append(own)
     model.add(sum(n for own in counts for n in own) >= problem.min_blocks)
+    if problem.anchors:
+        firsts = accumulate((run.count for run in problem.runs[:-1]), initial=0)
+        anchored = zip(firsts, counts, strict=True)
+        model.add(sum(n for first, own in anchored if problem.anchors[first] for n in own) >= 1)
     built.counts.append(counts)
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "block_options",
     "choice_cost",
     "cut_positions",
+    "is_anchored",
     "option_numbers",
     "pipeline_objective",
     "stage_costs",
@@ -72,6 +73,11 @@ def cut_positions(problem: PipelineProblem) -> tuple[int, ...]:
         for position, is_allowed in enumerate(allowed, start=1)
         if is_allowed and not any(first < position <= last for first, last in kept_whole)
     )
+
+
+def is_anchored(problem: PipelineProblem, start: int, end: int) -> bool:
+    """Return whether blocks start..end-1 have one among them that can make a stage."""
+    return any(problem.anchors[start:end]) if problem.anchors else True
 
 
 def stage_costs(
@@ -153,7 +159,8 @@ def verify_pipeline_problem(problem: PipelineProblem) -> None:
 
     Rules: (1) every run has a block and an option; (2) times and memories are at least 0; (3) the
     tuples per stage are equally long; (4) `cut_allowed` is empty or has one entry per position;
-    (5) `together` names blocks that exist; (6) `num_microbatches` and `min_blocks` are at least 1.
+    (5) `together` names blocks that exist; (6) `num_microbatches` and `min_blocks` are at least 1;
+    (7) `anchors` is empty or has one entry per block, the same within a run.
 
     Raises:
         ValueError: naming the rule's subject, what was got and what is allowed.
@@ -180,6 +187,16 @@ def verify_pipeline_problem(problem: PipelineProblem) -> None:
             f"cut_allowed has {len(problem.cut_allowed)} entries for {problem.num_blocks} blocks: "
             f"give it {problem.num_blocks - 1}, or none to allow every cut"
         )
+    if problem.anchors and len(problem.anchors) != problem.num_blocks:
+        raise ValueError(
+            f"anchors has {len(problem.anchors)} entries for {problem.num_blocks} blocks: give it "
+            "one per block, or none"
+        )
+    first = 0
+    for index, run in enumerate(problem.runs):
+        if len(set(problem.anchors[first : first + run.count])) > 1:
+            raise ValueError(f"run {index} has blocks with and without anchors: make it two runs")
+        first += run.count
     for group in problem.together:
         if any(not 0 <= block < problem.num_blocks for block in group):
             raise ValueError(f"together names {group}: blocks are 0..{problem.num_blocks - 1}")

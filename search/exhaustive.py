@@ -12,6 +12,7 @@ from autoplan.search.evaluate import (
     block_options,
     choice_cost,
     cut_positions,
+    is_anchored,
     pipeline_objective,
     stage_costs,
 )
@@ -63,9 +64,12 @@ def best_pipeline(problem: PipelineProblem) -> int | None:
 
 
 def _all_ends(problem: PipelineProblem) -> Iterator[tuple[int, ...]]:
-    """Yield every tuple of stage ends that the cuts and `min_blocks` allow."""
+    """Yield every tuple of stage ends that the cuts, `min_blocks` and `anchors` allow."""
     last = problem.num_blocks
     for cuts in combinations(cut_positions(problem), problem.num_stages - 1):
         ends = (*cuts, last)
-        if all(end - start >= problem.min_blocks for start, end in pairwise((0, *ends))):
+        stages = list(pairwise((0, *ends)))
+        if all(end - start >= problem.min_blocks for start, end in stages) and all(
+            is_anchored(problem, start, end) for start, end in stages
+        ):
             yield ends

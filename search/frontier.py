@@ -30,7 +30,7 @@ from autoplan.search.choice import (
 )
 from autoplan.search.elimination import Elimination, Structure, eliminate, structure_of
 from autoplan.search.evaluate import verify_choice_problem
-from autoplan.search.labels import Label, TooManyLabelsError, cheapest, pareto, supported
+from autoplan.search.labels import Label, TooManyLabelsError, fastest, pareto, supported
 from autoplan.search.problem import ChoiceProblem, ChoiceSolution
 
 __all__ = [
@@ -91,7 +91,7 @@ def fastest_choice(
             build_choice_model(problem), None, time_limit_s=time_limit_s, seed=0, hint=None
         )
     costs = steps.costs(problem)
-    label = cheapest(steps, costs, int(costs.memory.sum()) + 1, 1).label
+    label = fastest(steps, costs)
     if label is None:
         return ChoiceSolution(status="infeasible", options=(), time=0, bound=0, memory=0)
     return _proven(problem, label)

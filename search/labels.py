@@ -1,6 +1,7 @@
 """Shortest paths and Pareto points of a level 1 problem over the steps of its elimination.
 
     cheapest   options of least weighted sum of time and memory, and what each key costs to the end
+    fastest    options of least time, of equally fast ones the leanest; `leanest` the other way
     pareto     every (time, memory) that nothing dominates, with options
 
 First the supported points are found, those that are cheapest for some weights. Between two of them
@@ -24,9 +25,19 @@ from numpy.typing import NDArray
 
 from autoplan.search.elimination import UNREACHABLE, Costs, Elimination
 
-__all__ = ["Label", "Paths", "TooManyLabelsError", "cheapest", "pareto", "supported"]
+__all__ = [
+    "Label",
+    "Paths",
+    "TooManyLabelsError",
+    "cheapest",
+    "fastest",
+    "leanest",
+    "pareto",
+    "supported",
+]
 
 _Ints = NDArray[np.int64]
+_Bools = NDArray[np.bool_]
 
 _MAX_LABELS = 200_000
 _MAX_PRICES = 24
@@ -61,42 +72,110 @@ class Paths:
     to_end: tuple[_Ints, ...]
     label: Label | None
 
+    def is_cheapest(self, label: Label) -> bool:
+        """Return whether no choice has a smaller weighted sum than this one."""
+        value = label.time * self.time_weight + label.memory * self.memory_weight
+        return int(self.to_end[0][0]) == value
+
 
 def cheapest(steps: Elimination, costs: Costs, time_weight: int, memory_weight: int) -> Paths:
     """Return the options of least weighted sum; of equal ones always the same.
 
+    Weights that are too large for exact sums are halved together until they fit, none below 1:
+    the weights used are those in the result.
+
     Raises:
-        OverflowError: the weighted costs do not fit 60 bits.
+        OverflowError: even the costs themselves do not fit 60 bits.
     """
-    bound = time_weight * int(costs.time.max(initial=0))
-    bound += memory_weight * int(costs.memory.max(initial=0))
-    if bound * (len(steps.steps) + 1) >= UNREACHABLE:
-        raise OverflowError("weighted costs are too large for exact integers: use a coarser unit")
+    time_weight, memory_weight = _fitting(steps, costs, time_weight, memory_weight)
     weights = time_weight * costs.time + memory_weight * costs.memory
+    to_end = _to_end(steps, weights)
+    return Paths(
+        time_weight=time_weight,
+        memory_weight=memory_weight,
+        to_end=tuple(to_end),
+        label=_follow(steps, costs, weights, to_end),
+    )
+
+
+def fastest(steps: Elimination, costs: Costs) -> Label | None:
+    """Return the fastest choice, of equally fast ones the leanest; None if nothing goes together.
+
+    Raises:
+        OverflowError: see `cheapest`.
+    """
+    return _first_then(steps, costs, costs.time, costs.memory)
+
+
+def leanest(steps: Elimination, costs: Costs) -> Label | None:
+    """Return the leanest choice, of equally lean ones the fastest; see `fastest`."""
+    return _first_then(steps, costs, costs.memory, costs.time)
+
+
+def _fitting(
+    steps: Elimination, costs: Costs, time_weight: int, memory_weight: int
+) -> tuple[int, int]:
+    """Return weights with which no sum along a path reaches UNREACHABLE."""
+    time, memory = int(costs.time.max(initial=0)), int(costs.memory.max(initial=0))
+    most = UNREACHABLE // (len(steps.steps) + 1)
+    if time + memory >= most:
+        raise OverflowError("costs are too large for exact integers: use a coarser unit")
+    while time_weight * time + memory_weight * memory >= most:
+        time_weight, memory_weight = _half(time_weight), _half(memory_weight)
+    return time_weight, memory_weight
+
+
+def _half(weight: int) -> int:
+    return max(weight // 2, min(weight, 1))
+
+
+def _to_end(
+    steps: Elimination, weights: _Ints, masks: Sequence[_Bools] | None = None
+) -> list[_Ints]:
+    """Return per step and key before it the least sum to the end, over the edges of `masks`."""
     to_end = [np.zeros(1, dtype=np.int64)]
-    for step in reversed(steps.steps):
+    for index in range(len(steps.steps) - 1, -1, -1):
+        step = steps.steps[index]
         total = np.minimum(weights[step.row] + to_end[-1][step.target], UNREACHABLE)
+        if masks is not None:
+            total[~masks[index]] = UNREACHABLE
         before = np.full(len(step.first) - 1, UNREACHABLE, dtype=np.int64)
         has_edge = step.first[:-1] < step.first[1:]
         if len(total):
             before[has_edge] = np.minimum.reduceat(total, step.first[:-1][has_edge])
         to_end.append(before)
     to_end.reverse()
-    label = None
-    if to_end[0][0] < UNREACHABLE:
-        label = _follow(steps, costs, weights, to_end)
-    return Paths(
-        time_weight=time_weight, memory_weight=memory_weight, to_end=tuple(to_end), label=label
-    )
+    return to_end
 
 
-def _follow(steps: Elimination, costs: Costs, weights: _Ints, to_end: Sequence[_Ints]) -> Label:
-    """Return the choice on a cheapest path; of equal edges the first is taken."""
+def _first_then(steps: Elimination, costs: Costs, first: _Ints, then: _Ints) -> Label | None:
+    """Return the choice of least `first`, and among those of least `then`."""
+    _fitting(steps, costs, 1, 1)
+    least = _to_end(steps, first)
+    masks = []
+    for index, step in enumerate(steps.steps):
+        before = np.repeat(least[index], np.diff(step.first))
+        masks.append(first[step.row] + least[index + 1][step.target] == before)
+    return _follow(steps, costs, then, _to_end(steps, then, masks), masks)
+
+
+def _follow(
+    steps: Elimination,
+    costs: Costs,
+    weights: _Ints,
+    to_end: Sequence[_Ints],
+    masks: Sequence[_Bools] | None = None,
+) -> Label | None:
+    """Return the choice on a cheapest path; of equal edges the first. None if there is no path."""
+    if to_end[0][0] >= UNREACHABLE:
+        return None
     key, rows = 0, []
     options = [0] * len(steps.steps)
     for index, step in enumerate(steps.steps):
         edges = slice(int(step.first[key]), int(step.first[key + 1]))
         total = weights[step.row[edges]] + to_end[index + 1][step.target[edges]]
+        if masks is not None:
+            total[~masks[index][edges]] = UNREACHABLE
         edge = edges.start + int(total.argmin())
         options[step.op] = int(step.option[edge])
         rows.append(int(step.row[edge]))
@@ -141,15 +220,12 @@ def _staircase(labels: Sequence[Label]) -> tuple[Label, ...]:
 
 def _gaps(steps: Elimination, costs: Costs) -> list[_Gap]:
     """Return the gaps between supported points; one from a point to itself if there is only one."""
-    total_time, total_memory = int(costs.time.sum()) + 1, int(costs.memory.sum()) + 1
-    fastest = cheapest(steps, costs, total_memory, 1)
-    if fastest.label is None:
+    fast, lean = fastest(steps, costs), leanest(steps, costs)
+    if fast is None or lean is None:
         return []
-    leanest = cheapest(steps, costs, 1, total_time)
-    assert leanest.label is not None
-    if fastest.label.memory == leanest.label.memory:
-        return [_Gap(fast=fastest.label, lean=fastest.label, paths=fastest)]
-    return _split(steps, costs, fastest.label, leanest.label)
+    if fast.memory == lean.memory:
+        return [_Gap(fast=fast, lean=fast, paths=cheapest(steps, costs, 1, 1))]
+    return _split(steps, costs, fast, lean)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,10 +250,10 @@ class _Gap:
         ) * self.paths.memory_weight
 
 
-def _split(steps: Elimination, costs: Costs, fastest: Label, leanest: Label) -> list[_Gap]:
+def _split(steps: Elimination, costs: Costs, first: Label, last: Label) -> list[_Gap]:
     """Return the gaps between supported points, from the largest on, a bounded number of them."""
     closed: list[_Gap] = []
-    pending: list[tuple[Label, Label, Paths | None]] = [(fastest, leanest, None)]
+    pending: list[tuple[Label, Label, Paths | None]] = [(first, last, None)]
     for _ in range(_MAX_PRICES):
         if not pending:
             break
@@ -186,8 +262,8 @@ def _split(steps: Elimination, costs: Costs, fastest: Label, leanest: Label) -> 
         paths = cheapest(steps, costs, fast.memory - lean.memory, lean.time - fast.time)
         label = paths.label
         assert label is not None
-        value = fast.time * paths.time_weight + fast.memory * paths.memory_weight
-        if int(paths.to_end[0][0]) == value:
+        # Halved weights are no longer those of the line through both, so either end may come out.
+        if label.time <= fast.time or label.memory <= lean.memory or paths.is_cheapest(fast):
             closed.append(_Gap(fast=fast, lean=lean, paths=paths))
         else:
             pending += [(fast, label, paths), (label, lean, paths)]

@@ -4,7 +4,7 @@ The programme, over stage ends e[s] and the options of the blocks between them:
 
     minimise    sum_s t[s] + (num_microbatches - 1) max_s t[s] + max_s once[s] + constant
     with        t[s] = boundary[s] + sum (forward + backward) of the blocks of stage s
-    subject to  the memory of every stage, the allowed cuts, `together`, `min_blocks`
+    subject to  the memory of every stage, the allowed cuts, `together`, `min_blocks`, `anchors`
 
 Within a stage only the least time matters once the cuts are known, so the programme falls apart:
 
@@ -151,6 +151,9 @@ def _interval_bounds(problem: PipelineProblem) -> NDArray[np.int64]:
     is_cut[list(cut_positions(problem))] = True
     ends = np.arange(size)
     long_enough = ends[None, :] - ends[:, None] >= problem.min_blocks
+    if problem.anchors:
+        anchors = np.concatenate([[0], np.cumsum(problem.anchors)])
+        long_enough &= anchors[None, :] > anchors[:, None]
     known: dict[tuple[int, int], NDArray[np.int64]] = {}
     stages = []
     for stage, live in enumerate(problem.live):

@@ -137,6 +137,8 @@ class PipelineProblem:
         together: groups of block indices that must share one stage (tied parameters that may not
             be split).
         min_blocks: least blocks per stage.
+        anchors: per block whether it can make a stage: every stage must have one that can; empty:
+            every block can.
     """
 
     runs: tuple[Run, ...]
@@ -149,6 +151,7 @@ class PipelineProblem:
     cut_allowed: tuple[bool, ...] = ()
     together: tuple[tuple[int, ...], ...] = ()
     min_blocks: int = 1
+    anchors: tuple[bool, ...] = ()
 
     @property
     def num_blocks(self) -> int:

@@ -132,6 +132,8 @@ def pipeline_problems(draw: st.DrawFn, *, max_blocks: int = 6) -> PipelineProble
         st.sampled_from((True, True, False)), min_size=num_blocks - 1, max_size=num_blocks - 1
     )
     group = st.lists(st.integers(0, num_blocks - 1), max_size=2).map(tuple)
+    anchored = draw(st.lists(st.booleans(), min_size=len(runs), max_size=len(runs)))
+    anchors = tuple(x for run, x in zip(runs, anchored, strict=True) for _ in range(run.count))
     return PipelineProblem(
         runs=tuple(runs),
         num_microbatches=num_microbatches,
@@ -143,6 +145,7 @@ def pipeline_problems(draw: st.DrawFn, *, max_blocks: int = 6) -> PipelineProble
         cut_allowed=draw(st.one_of(st.just(()), cuts.map(tuple))),
         together=draw(st.one_of(st.just(()), st.tuples(group))),
         min_blocks=draw(st.sampled_from((1, 1, 2))),
+        anchors=draw(st.sampled_from(((), anchors))),
     )
 
 

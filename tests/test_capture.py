@@ -214,6 +214,26 @@ def test_a_failing_forward_names_its_module_and_line() -> None:
         capture(model, (tokens(), tokens()), token_loss)
 
 
+def test_an_error_in_the_loss_names_its_line_and_how_it_is_called() -> None:
+    def loss_of_model(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(batch)
+        return loss
+
+    batch = (torch.randn(2, 4), torch.randn(2, 4))
+    with pytest.raises(
+        TraceError, match=r"loss_fn \(test_capture\.py:\d+\) failed.*output, target"
+    ):
+        capture(nn.Linear(4, 4), batch, loss_fn=loss_of_model)
+
+
+def test_a_loss_that_branches_on_data_names_its_line() -> None:
+    def loss_fn(output: torch.Tensor) -> torch.Tensor:
+        return output.sum() if output.max() > 0 else output.mean()
+
+    with pytest.raises(TraceError, match=r"loss_fn \(test_capture\.py:\d+\): its control flow"):
+        capture(nn.Linear(4, 4), torch.randn(2, 4), loss_fn=loss_fn)
+
+
 def test_a_loss_may_close_over_real_tensors() -> None:
     goal = torch.randn(4, 64)
     program = capture(LinearChain(), torch.randn(4, 16), lambda out: F.mse_loss(out, goal))

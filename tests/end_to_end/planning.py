@@ -13,7 +13,7 @@ from autoplan.optimizing import find_plan
 from autoplan.plan import Plan, SearchRecord
 from autoplan.planner import Planner, make_planner
 from autoplan.settings import Setting
-from autoplan.simple import even_ends
+from autoplan.stage_ends import even_ends
 from tests.numerics import build, global_batch
 
 __all__ = ["decided_plan", "planned", "planner_of"]

@@ -89,6 +89,34 @@ def test_problems_that_differ_in_costs_only_share_their_steps(
 
 
 @few
+@given(problem=choice_problems(max_ops=6), shift=st.sampled_from((25, 50)))
+def test_costs_whose_products_exceed_64_bits_give_the_same_points(
+    problem: ChoiceProblem, shift: int
+) -> None:
+    time, memory = 2 ** (50 - shift), 2**shift
+    ops = tuple(
+        tuple(replace(o, time=time * o.time, memory=memory * o.memory) for o in choices)
+        for choices in problem.ops
+    )
+    links = tuple(
+        replace(
+            link,
+            transitions=tuple(
+                tuple(c and (time * c[0], memory * c[1]) for c in row) for row in link.transitions
+            ),
+        )
+        for link in problem.links
+    )
+    large = replace(problem, ops=ops, links=links)
+    points = whole_frontier(large)
+    assert points is not None
+    expected = [(time * t, memory * m) for t, m in pareto_choices(problem)]
+    assert list(costs_of(points)) == expected
+    got = fastest_choice(large, time_limit_s=20)
+    assert [(got.time, got.memory)] == expected[:1] or got.status == "infeasible"
+
+
+@few
 @given(problem=choice_problems())
 def test_supported_points_are_pareto_points_with_both_ends(problem: ChoiceProblem) -> None:
     steps = eliminate(problem)
