@@ -129,8 +129,10 @@ def has_other_readers(tensor: torch.Tensor) -> bool:
 def fake_processes(world_size: int, rank: int) -> Iterator[None]:
     """Make this process rank `rank` of a group whose collectives send nothing.
 
-    Torch's pipelines vote over point-to-point messages in their first step, which is left out.
+    Torch's pipelines vote over point-to-point messages in their first step, which is left out, and
+    FSDP cuts each parameter for every rank of the group, of which only this rank's part is made.
     """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     patched: dict[str, Any] = {"_get_init_p2p_neighbors_ops": lambda self: []}
@@ -140,12 +142,32 @@ def fake_processes(world_size: int, rank: int) -> Iterator[None]:
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     for name in before:
         setattr(PipelineStage, name, patched[name])
+    chunking = "_chunk_with_empty"
+    chunks = getattr(_fsdp_param, chunking, None)
+    if chunks is not None:
+        setattr(_fsdp_param, chunking, _Chunks)
     try:
         yield
     finally:
+        if chunks is not None:
+            setattr(_fsdp_param, chunking, chunks)
         for name, method in before.items():
             setattr(PipelineStage, name, method)
         dist.destroy_process_group()
+
+
+class _Chunks:
+    """The chunks of a tensor for every rank, each made when it is asked for."""
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._size = -(-tensor.shape[dim] // num_chunks)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        start, whole = index * self._size, self._tensor.shape[self._dim]
+        if start >= whole:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(self._size, whole - start))
 
 
 class _One:

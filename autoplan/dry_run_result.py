@@ -14,7 +14,7 @@ class DryRun:
     Attributes:
         rank: of the plan's processes.
         stage: pipeline stage of the rank.
-        measured_bytes: most bytes of tensors alive in two steps of the dry run.
+        measured_bytes: most bytes of tensors alive in a step of the dry run.
         predicted_bytes: the plan's peak of this stage, without its reserve.
     """
 
