@@ -7,7 +7,7 @@ the capture uses is left as it is where it is missing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ __all__ = [
     "fake_processes",
     "has_other_readers",
     "is_strided",
+    "memory_group",
     "pieces_of",
     "replicate",
     "set_timeout",
@@ -123,6 +124,77 @@ def has_other_readers(tensor: torch.Tensor) -> bool:
     if count is None or tensor.nbytes < tensor.untyped_storage().nbytes():
         return True
     return bool(count() > 1)
+
+
+_Group: Any = dist.ProcessGroup  # the signatures of its methods differ between versions
+_Work: Any = dist.Work
+
+
+class _MemoryGroup(_Group):  # type: ignore[misc]
+    """A group of threads of this process; collectives take what `exchange` hands over."""
+
+    def __init__(self, rank: int, size: int, exchange: Callable[[int, Any], list[Any]]) -> None:
+        super().__init__(rank, size)
+        self._own, self._count, self._exchange = rank, size, exchange
+
+    def size(self) -> int:
+        return self._count
+
+    def rank(self) -> int:
+        return self._own
+
+    def getBackendName(self) -> str:
+        return "memory"
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
+        every = self._exchange(self._own, [x.clone() for x in tensors])
+        is_max = options is not None and options.reduceOp == dist.ReduceOp.MAX
+        for index, tensor in enumerate(tensors):
+            stacked = torch.stack([given[index] for given in every])
+            tensor.copy_(stacked.amax(0) if is_max else stacked.sum(0))
+        return _Done()
+
+    def _allgather_base(
+        self, output: torch.Tensor, given: torch.Tensor, options: Any = None
+    ) -> Any:
+        output.copy_(torch.cat(self._exchange(self._own, given.clone())).view_as(output))
+        return _Done()
+
+    def _reduce_scatter_base(
+        self, output: torch.Tensor, given: torch.Tensor, options: Any = None
+    ) -> Any:
+        total = torch.stack(self._exchange(self._own, given.clone())).sum(0)
+        output.copy_(total.chunk(self._count)[self._own].view_as(output))
+        return _Done()
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        output_sizes: Any,
+        input_sizes: Any,
+        options: Any = None,
+    ) -> Any:
+        every = self._exchange(self._own, given.clone())
+        output.copy_(torch.cat([x.chunk(self._count)[self._own] for x in every]).view_as(output))
+        return _Done()
+
+    # torch 2.13 has other names for these.
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
+    all_to_all_single = alltoall_base
+
+
+class _Done(_Work):  # type: ignore[misc]
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+def memory_group(
+    rank: int, size: int, exchange: Callable[[int, Any], list[Any]]
+) -> dist.ProcessGroup:
+    """Return the process group of a thread; `exchange(rank, value)` returns all ranks' values."""
+    return _MemoryGroup(rank, size, exchange)
 
 
 @contextlib.contextmanager

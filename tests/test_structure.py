@@ -102,6 +102,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "runtime",
         "calls",
         "evaluation",
+        "layout_numerics",
         "emitter",
     ),
     ("training", "op_runner", "op_profiler"),
