@@ -21,7 +21,7 @@ from autoplan.opaque import OpaqueCall
 from autoplan.program import Op, Ref, TensorMeta
 from autoplan.segments import FlatProgram
 
-__all__ = ["ExportError", "flattened"]
+__all__ = ["ExportError", "flattened", "pack"]
 
 GENERATOR_NOTE = (
     "the model or the loss draws from a torch.Generator of its own: a captured block draws from it "
@@ -142,8 +142,9 @@ class _Flattener:
         names = [self._name(node) for node in nodes]
         if len(names) == 1:
             return names[0]
+        made = {op.name for op in self.ops}
         name = "outputs"
-        while name in self.metas:
+        while name in made or name in self.metas:
             name += "_"
         packed = Op(
             name=name,

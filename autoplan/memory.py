@@ -23,6 +23,7 @@ __all__ = [
     "StageBlock",
     "StageMemory",
     "memory_samples",
+    "stage_actions",
     "stage_memory",
     "static_bytes",
 ]
@@ -109,6 +110,7 @@ def stage_memory(
     is_gloo: bool = False,
     side_bytes: int = 0,
     input_bytes: int = 0,
+    stand_in_bytes: int = 0,
     entering: int = 0,
     leaving: int = 0,
     reserve: int = 0,
@@ -125,18 +127,19 @@ def stage_memory(
         is_gloo: collectives run on gloo, whose reduce-scatter works on a copy.
         side_bytes: side values held by one micro-batch.
         input_bytes: batch inputs of one step that stay for the whole step.
+        stand_in_bytes: of tensors that stand for weight gradients and stay.
         entering: bytes of one micro-batch's activations from the stage before.
         leaving: to the stage after.
         reserve: bytes set aside on the device.
         engine: the software that trains.
     """
     walk = _Walk(blocks, setting, optimizer, is_mixed, is_gloo, engine)
-    walk.side, walk.fixed = side_bytes, input_bytes
+    walk.side, walk.fixed, walk.stand_ins = side_bytes, input_bytes, stand_in_bytes
     if not engine.has_gradient_buffer:
         # Megatron-LM frees what it has sent, and what it receives is the kept input of a block.
         walk.entering, walk.leaving = entering, leaving
         walk.fixed += receive_buffer_bytes(entering, leaving, setting, stage)
-    walk.run(_actions(setting, stage))
+    walk.run(stage_actions(setting, stage))
     by_category = {**walk.peak_parts, "reserve": reserve}
     return StageMemory(
         peak=sum(by_category.values()), instant=walk.peak_name, by_category=by_category
@@ -184,7 +187,7 @@ def receive_buffer_bytes(entering: int, leaving: int, setting: Setting, stage: i
     return setting.live()[stage] * entering + min(2, m) * leaving
 
 
-def _actions(setting: Setting, stage: int) -> list[tuple[str, bool, int]]:
+def stage_actions(setting: Setting, stage: int) -> list[tuple[str, bool, int]]:
     """Return the stage's forwards and backwards in order: kind, is it the last one, part.
 
     A schedule repeats itself after its warm-up, so micro-batches that change nothing are left out.
@@ -244,7 +247,7 @@ class _Walk:
         self.order = [k for k in range(self.root) if k in groups]
         if self.root in groups:
             self.order.insert(0, self.root)
-        self.side = self.fixed = self.entering = self.leaving = 0
+        self.side = self.fixed = self.stand_ins = self.entering = self.leaving = 0
         self.activations = 0
         self.gathered: dict[int, int] = {}
         self.buffers: dict[int, int] = {}
@@ -269,6 +272,7 @@ class _Walk:
     def note(self, name: str, transient: int = 0) -> None:
         """Compare what lives now, and a transient, with the peak so far."""
         gradients = sum(self.gradients.values()) + sum(self.sharded.values()) + self.unmerged
+        gradients += self.stand_ins
         working = sum(self.gathered.values()) + sum(self.buffers.values()) + self.reduce_input
         total = self.activations + gradients + working + transient + self.fixed
         total += self.parameters + self.optimizer

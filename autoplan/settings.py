@@ -27,7 +27,7 @@ __all__ = [
 
 PIN_KEYS = ("dp", "tp", "pp", "zero_stage", "microbatch_size", "num_microbatches", "recompute")
 NO_LIMITS = Limits()
-OFFLOADS = ("optimizer",)
+OFFLOADS = ("optimizer", "activations")
 _RECOMPUTE = ("none", "full", "selective")
 _MAX_MICROBATCH_ROWS = 64
 
