@@ -119,6 +119,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "calls",
         "device_meshes",
         "evaluation",
+        "layout_numerics",
         "emitter",
     ),
     ("training", "op_runner", "op_profiler"),
