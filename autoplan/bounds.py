@@ -49,8 +49,8 @@ def layout_reason(planner: Planner, setting: Setting) -> str | None:
     """Return why FSDP cannot slice what tensor parallelism stores under a setting, or None."""
     if setting.tp > 1 and setting.dp > 1 and setting.zero_stage > 0:
         for state in strided_states(planner.smallest_trace()):
-            if not fsdp_can_slice(state.shape, _TWO_PIECES, setting.dp):
-                return f"FSDP over dp={setting.dp} cannot slice {state.fqn} beside tp"
+            if not fsdp_can_slice(state.shape, _TWO_PIECES, setting.dp_shard):
+                return f"FSDP over {setting.dp_shard} ranks cannot slice {state.fqn} beside tp"
     return None
 
 
@@ -73,7 +73,7 @@ def static_reason(planner: Planner, setting: Setting) -> str | None:
         for state, fqn in zip(trace.blocks[call.block].states, call.states, strict=True):
             factor = 1 + planner.workload.optimizer.state_bytes_per_byte * state.is_trained
             sizes[canonical.get(fqn, fqn)] = int(state.nbytes * ratio * factor)
-    shards = setting.dp if setting.zero_stage >= 1 else 1
+    shards = setting.shards
     need = sum(sizes.values()) // (shards * setting.tp * setting.pp)
     if need <= planner.cluster.capacity_bytes:
         return None
@@ -107,7 +107,8 @@ def frontiers_bound(planner: Planner, setting: Setting) -> Refinement:
 def _border_bound(planner: Planner, setting: Setting, is_sequence_parallel: bool) -> Refinement:
     pricer = planner.pricer(setting.microbatch_size)
     total, slowest, once, static = 0, 0, 0, 0
-    for call, count in pricer.alike(setting):
+    for calls in pricer.alike(setting):
+        call, count = calls[0], len(calls)
         block = pricer.trace.calls[call].block
         decisions = pricer.decisions(block, setting.tp, is_sequence_parallel=is_sequence_parallel)
         least = pricer.least_option(call, decisions, setting)

@@ -16,9 +16,9 @@ from autoplan.frontiers import Decision, Frontiers
 from autoplan.fusion import fused_kernels, joined
 from autoplan.graph import Trace
 from autoplan.inner_recompute import folded
-from autoplan.liveness import BlockMemory, block_memory, redone_ops
+from autoplan.liveness import BlockMemory, block_memory, needed_marks, redone_ops
 from autoplan.local import LocalBlock, LocalOp, localize
-from autoplan.losses import with_loss
+from autoplan.losses import logits_bytes, with_loss
 from autoplan.memory import (
     GroupBytes,
     StageBlock,
@@ -27,14 +27,17 @@ from autoplan.memory import (
     static_bytes,
     uses_fsdp,
 )
-from autoplan.offload import host_optimizer_s
+from autoplan.offload import away_s, host_optimizer_s
 from autoplan.plan import Recompute
 from autoplan.search.problem import BlockOption
 from autoplan.settings import Setting, Workload, shared_states
 from autoplan.step_costs import (
     copy_bytes,
+    data_parallel_link,
     data_parallel_times,
     exposed_s,
+    interference,
+    is_wrapped,
     optimizer_bytes,
     pipeline_step_s,
     regathers,
@@ -52,6 +55,8 @@ TICK_S = 1e-9
 class _BlockBase:
     """What a decision costs by itself at a tensor-parallel degree.
 
+    `away_s`: of copying what is saved to the host in the forward, or back in the backward.
+
     Its memory is walked when it is first asked for: a bound of the time does not need it.
     """
 
@@ -66,16 +71,19 @@ class _BlockBase:
     redo_s: float
     redo_comm_s: float
     weight_backward_s: float
+    away_s: float
+    host_forward_s: float = 0.0
+    host_backward_s: float = 0.0
 
     @property
     def forward_s(self) -> float:
         """Return seconds of one micro-batch's forward, without data-parallel collectives."""
-        return self.compute_forward_s + self.comm_forward_s
+        return self.compute_forward_s + self.comm_forward_s + self.away_s
 
     @property
     def backward_s(self) -> float:
         """Return seconds of its backward, what runs again included, without them likewise."""
-        return self.compute_backward_s + self.comm_backward_s + self.redo_s
+        return self.compute_backward_s + self.comm_backward_s + self.redo_s + self.away_s
 
     @cached_property
     def memory(self) -> BlockMemory:
@@ -170,6 +178,7 @@ class Pricer:
                 whole=self.whole_states(block),
                 recompute=self.recompute,
                 is_sequence_parallel=is_sequence_parallel,
+                offloads="activations" in self.workload.offload,
             )
             if not is_sequence_parallel and tp > 1 and self.recompute in (None, "none"):
                 lean = self.plain_decision(block, tp, lean=True)
@@ -245,33 +254,55 @@ class Pricer:
         times = self._op_times(local, tp)
         states = {state.name for state in local.block.states}
         summed = [times[op.name] for op in local.ops if op.op is None and op.inputs[0] in states]
+        host = self.cluster.device.host
+        is_redone = decision.recompute.mode in ("full", "selective")
         redone = [times[op.name] for op in redone_ops(local, decision.recompute)]
         redone += [times[name] for name in decision.inner if decision.recompute.mode == "none"]
+        kept, accumulating, recompute = self.memory_views(local, decision)
         return _BlockBase(
             local=local,
-            views=self.memory_views(local, decision),
-            recompute=decision.recompute,
+            views=(kept, accumulating),
+            recompute=recompute,
             compute_forward_s=sum(t.forward_s for t in times.values()),
             compute_backward_s=sum(t.backward_s for t in times.values()),
             comm_forward_s=sum(t.forward_comm_s for t in times.values()),
             comm_backward_s=sum(t.backward_comm_s for t in times.values())
             - sum(t.backward_comm_s for t in summed),
             summed_s=sum(t.backward_comm_s for t in summed),
-            redo_s=sum(t.forward_s + t.forward_comm_s for t in redone),
+            redo_s=sum(t.forward_s + t.forward_comm_s for t in redone)
+            + is_redone * self._region_s(local, decision),
             redo_comm_s=sum(t.forward_comm_s for t in redone),
+            host_forward_s=len(local.ops) * host.op_forward,
+            host_backward_s=sum(bool(op.grads or op.parameter_grads) for op in local.ops)
+            * host.op_backward
+            + len(redone) * host.op_forward
+            + is_redone * host.region,
             weight_backward_s=sum(
                 times[op.name].backward_s / 2 for op in local.ops if _has_weight_gradient(op)
             ),
+            away_s=away_s(local, self.cluster) if decision.recompute.mode == "offload" else 0.0,
         )
 
-    def memory_views(self, local: LocalBlock, decision: Decision) -> tuple[LocalBlock, LocalBlock]:
-        """Return a block as its tensors live: in a step's first micro-batch, and in later ones."""
-        engine = self.workload.engine
+    def _region_s(self, local: LocalBlock, decision: Decision) -> float:
+        """Return seconds of the host around a recomputed region, where kernels run on the host."""
+        host = self.timer(local.degree).host
+        runs = 2 if decision.recompute.mode == "selective" else 0
+        return host.region + runs * len(local.ops) * host.marked_op
+
+    def memory_views(
+        self, local: LocalBlock, decision: Decision
+    ) -> tuple[LocalBlock, LocalBlock, Recompute]:
+        """Return a block as its tensors live under the engine, and what its marks really keep.
+
+        The first is of a step's first micro-batch, the second of later ones.
+        """
+        engine, recompute = self.workload.engine, decision.recompute
         kept = with_loss(folded(local, decision.inner), engine.loss)
         if self.workload.is_compiled and not local.block.is_glue:
             kept = joined(kept)
+            recompute = needed_marks(kept, recompute)
         is_fused = engine.has_gradient_buffer and engine.fuses_gradients and not local.block.is_glue
-        return kept, _without_gradients(kept) if is_fused else kept
+        return kept, _without_gradients(kept) if is_fused else kept, recompute
 
     def _op_times(self, local: LocalBlock, tp: int) -> dict[str, OpTime]:
         """Return the seconds of each op; a joint kernel counts with its first."""
@@ -299,7 +330,7 @@ class Pricer:
         local = self.base(block, decision, setting.tp).local
         ratio = self.workload.parameter_bytes_per_traced_byte
         canonical = {fqn: group[0] for group in self.trace.shared for fqn in group}
-        stored = trained = gathered = grads = largest = 0
+        stored = trained = gathered = grads = largest = tensors = 0
         states = self.trace.blocks[block].states
         for state, fqn in zip(states, self.trace.calls[call].states, strict=True):
             name = canonical.get(fqn, fqn)
@@ -316,12 +347,14 @@ class Pricer:
             if state.is_trained:
                 trained += nbytes * ratio
                 grads += nbytes
+                tensors += 1
         return GroupBytes(
             stored=stored,
             trained=trained,
             gathered=gathered,
             gathered_grads=grads,
             largest=largest,
+            trained_tensors=tensors,
         )
 
     def own_group(self, call: int, decision: Decision, setting: Setting) -> GroupBytes:
@@ -351,14 +384,17 @@ class Pricer:
         copy_f, copy_b, copy_once = self._copy_times(group, setting, is_gathered_again)
         once_zero_s = comm.once_gather_s + comm.once_reduce_s
         if self.overlaps(setting):
-            exposed_f = exposed_s(comm.gather_s, forward)
-            exposed_b = exposed_s(again_s, backward)
+            slowed = interference(data_parallel_link(setting, self.cluster))
+            exposed_f = exposed_s(comm.gather_s, forward, slowed)
+            exposed_b = exposed_s(again_s, backward, slowed)
             if self.workload.engine.overlaps_reduction:
-                once_zero_s = exposed_s(comm.once_gather_s, forward)
-                once_zero_s += exposed_s(comm.once_reduce_s, backward)
+                once_zero_s = exposed_s(comm.once_gather_s, forward, slowed)
+                once_zero_s += exposed_s(comm.once_reduce_s, backward, slowed)
         else:
             exposed_f, exposed_b = comm.gather_s, again_s
         exposed_f, exposed_b = exposed_f + copy_f, exposed_b + copy_b
+        host_f, host_b = self.host_seconds(base, group, setting)
+        forward, backward = forward + host_f, backward + host_b
         once_zero_s += copy_once
         optimizer_s = self._optimizer_time(group, setting)
         return BlockPrice(
@@ -366,8 +402,9 @@ class Pricer:
             backward_s=backward + exposed_b,
             once_s=once_zero_s + optimizer_s + summed_s,
             by_category={
-                "compute": base.compute_forward_s + base.compute_backward_s,
+                "compute": base.compute_forward_s + base.compute_backward_s + host_f + host_b,
                 "recompute": base.redo_s,
+                **({"offload": 2 * base.away_s} if base.away_s else {}),
                 "tensor_parallel": tensor_s,
                 "zero": exposed_f + exposed_b,
             },
@@ -381,14 +418,39 @@ class Pricer:
     def _copy_times(
         self, group: GroupBytes, setting: Setting, is_gathered_again: bool
     ) -> tuple[float, float, float]:
-        """Return seconds of copies around collectives: forward, backward, once a step."""
-        timer = self.timer(setting.tp)
-        gather, reduce = map(timer.memory_s, copy_bytes(group, setting, self.workload))
+        """Return seconds around collectives: forward, backward, once a step."""
+        gather, reduce = self._around_collectives(group, setting)
         if setting.zero_stage == 3:
             return gather, gather * is_gathered_again + reduce, 0.0
         if setting.zero_stage == 2:
             return 0.0, reduce, gather
         return 0.0, 0.0, gather + reduce
+
+    def _around_collectives(self, group: GroupBytes, setting: Setting) -> tuple[float, float]:
+        """Return seconds of copies and of the host around one gather and one reduction."""
+        timer = self.timer(setting.tp)
+        gather, reduce = map(timer.memory_s, copy_bytes(group, setting, self.workload))
+        if is_wrapped(group, setting, self.workload):
+            gather, reduce = gather + timer.host.gather, reduce + timer.host.reduce
+        return gather, reduce
+
+    def host_seconds(
+        self, base: _BlockBase, group: GroupBytes, setting: Setting
+    ) -> tuple[float, float]:
+        """Return seconds that the host adds to a block's forward and to its backward.
+
+        Hooks of FSDP, where kernels run on the host; ops have theirs in their own times. A host
+        beside the device adds what it takes longer than the device: a step that is bound by
+        launches lasts as long as they do.
+        """
+        hooks_s = is_wrapped(group, setting, self.workload) * self.cluster.device.host.sharded_block
+        if not overlaps_communication(self.cluster):
+            return hooks_s / 2, hooks_s / 2
+        forward_s, backward_s = (
+            base.host_forward_s + hooks_s / 2,
+            base.host_backward_s + hooks_s / 2,
+        )
+        return max(0.0, forward_s - base.forward_s), max(0.0, backward_s - base.backward_s)
 
     def zero_seconds(self, group: GroupBytes, setting: Setting) -> tuple[float, float]:
         """Return seconds of one gather of a group's parameters and one reduction of its gradients.
@@ -397,11 +459,10 @@ class Pricer:
         reduce-scatter.
         """
         comm = data_parallel_times(group, setting, self.workload, self.cluster)
-        gather, reduce = copy_bytes(group, setting, self.workload)
-        timer = self.timer(setting.tp)
+        gather, reduce = self._around_collectives(group, setting)
         return (
-            comm.gather_s + comm.once_gather_s + timer.memory_s(gather),
-            comm.reduce_s + comm.once_reduce_s + timer.memory_s(reduce),
+            comm.gather_s + comm.once_gather_s + gather,
+            comm.reduce_s + comm.once_reduce_s + reduce,
         )
 
     def overlaps(self, setting: Setting) -> bool:
@@ -417,7 +478,11 @@ class Pricer:
         traffic = optimizer_bytes(group, setting, self.workload)
         if traffic == 0:
             return 0.0
-        device_s = self.tally.add(self.cluster.device.optimizer_time_s(traffic))
+        device = self.cluster.device
+        kernels_s = self.tally.add(device.optimizer_time_s(traffic))
+        launches_s = group.trained_tensors * device.host.optimizer_tensor
+        is_beside = overlaps_communication(self.cluster)
+        device_s = max(kernels_s, launches_s) if is_beside else kernels_s + launches_s
         # Kernels are launched by the same host: a step there is never faster than their launches.
         is_offloaded = setting.offload != "none"
         return max(device_s, host_optimizer_s(traffic, self.cluster)) if is_offloaded else device_s
@@ -596,14 +661,14 @@ class Pricer:
             working=0,
         )
 
-    def alike(self, setting: Setting) -> list[tuple[int, int]]:
-        """Return one call of each kind that `option` tells apart, and how many there are."""
+    def alike(self, setting: Setting) -> list[list[int]]:
+        """Return the calls of each kind that `option` tells apart."""
         kinds: dict[tuple[object, ...], list[int]] = {}
         for call, trace_call in enumerate(self.trace.calls):
             shared = self._shared_before(call) if setting.pp == 1 else frozenset()
             is_last = call == len(self.trace.calls) - 1
             kinds.setdefault((trace_call.block, is_last, shared), []).append(call)
-        return [(calls[0], len(calls)) for calls in kinds.values()]
+        return list(kinds.values())
 
     def _shared_before(self, call: int) -> frozenset[str]:
         """Return the parameters of a call that earlier calls read too."""
@@ -622,10 +687,25 @@ class Pricer:
         """Return the bytes of one unit of memory in the search: about 2**-20 of the capacity."""
         return max(1, self.cluster.capacity_bytes >> 20)
 
-    def boundary_s(self, setting: Setting, cut: int, *, is_sliced: bool = False) -> float:
-        """Return the seconds of sending one micro-batch's activations over a cut, one way."""
+    def boundary_s(
+        self, setting: Setting, cut: int, *, stage: int | None = None, is_sliced: bool = False
+    ) -> float:
+        """Return the seconds of sending one micro-batch's activations over a cut, one way.
+
+        Args:
+            setting: degrees and their order.
+            cut: index of the first call after it.
+            stage: before it; None: whichever is farthest from the next.
+            is_sliced: as in `transfer_s`.
+        """
         nbytes = self.trace.crossing_bytes[cut - 1]
-        return transfer_s(nbytes, setting, self.workload, self.cluster, is_sliced=is_sliced)
+        return transfer_s(
+            nbytes, setting, self.workload, self.cluster, stage=stage, is_sliced=is_sliced
+        )
+
+    def action_s(self, setting: Setting) -> float:
+        """Return seconds of the host in a forward or a backward of a pipeline stage, ops apart."""
+        return self.timer(setting.tp).host.pipeline_action if setting.pp > 1 else 0.0
 
     def plan_price(
         self, setting: Setting, ends: Sequence[int], decisions: Sequence[Decision]
@@ -660,7 +740,7 @@ class Pricer:
         pipeline_s = pipeline_step_s(stage_s, setting)
         step = pipeline_s + max(once)
         for name, seconds in slowest[1].items():
-            totals[name] += m * seconds
+            totals[name] = totals.get(name, 0.0) + m * seconds
         totals["pipeline"] += pipeline_s - m * max(stage_s)
         index = once.index(max(once))
         calls = range(starts[index], ends[index])
@@ -681,14 +761,14 @@ class Pricer:
         starts: Sequence[int],
         decisions: Sequence[Decision],
     ) -> float:
-        """Return seconds of what a stage sends and receives for one micro-batch."""
+        """Return seconds of one micro-batch at the borders of a stage: transfers and the host."""
         is_sliced = decisions[starts[stage]].is_sequence_parallel
         seconds = 0.0
         if stage > 0:
-            seconds += self.boundary_s(setting, starts[stage], is_sliced=is_sliced)
+            seconds += self.boundary_s(setting, starts[stage], stage=stage - 1, is_sliced=is_sliced)
         if stage < setting.pp - 1:
-            seconds += self.boundary_s(setting, starts[stage + 1], is_sliced=is_sliced)
-        return seconds * setting.virtual_stages
+            seconds += self.boundary_s(setting, starts[stage + 1], stage=stage, is_sliced=is_sliced)
+        return (seconds + 2 * self.action_s(setting)) * setting.virtual_stages
 
     def _stage_memory(
         self,
@@ -712,17 +792,29 @@ class Pricer:
             is_gloo=not overlaps_communication(self.cluster),
             side_bytes=self.side_bytes(calls, [decisions[c] for c in calls], setting.tp),
             input_bytes=self.batch_bytes(setting),
-            stand_in_bytes=self.stand_in_bytes(calls, decisions, setting.tp),
+            standing_bytes=self.standing_bytes(calls, decisions, setting.tp),
             entering=entering,
             leaving=leaving,
             reserve=self.cluster.reserved_bytes,
             engine=self.workload.engine,
         )
 
-    def stand_in_bytes(self, calls: Sequence[int], decisions: Sequence[Decision], tp: int) -> int:
-        """Return bytes of the tensors that stand for weight gradients, one for each shape."""
-        if not self.workload.engine.keeps_stand_ins:
-            return 0
+    def standing_bytes(self, calls: Sequence[int], decisions: Sequence[Decision], tp: int) -> int:
+        """Return bytes that an engine holds beside a step's tensors, for as long as it trains.
+
+        Tensors that stand for weight gradients, one for each shape, and logits in the buffers of a
+        pipeline engine.
+        """
+        engine, last = self.workload.engine, calls[-1]
+        nbytes = 0
+        if engine.output_buffers:
+            local = self.base(self.trace.calls[last].block, decisions[last], tp).local
+            nbytes = engine.output_buffers * logits_bytes(local)
+        if engine.keeps_stand_ins:
+            nbytes += self._stand_in_bytes(calls, decisions, tp)
+        return nbytes
+
+    def _stand_in_bytes(self, calls: Sequence[int], decisions: Sequence[Decision], tp: int) -> int:
         sizes: dict[tuple[object, ...], int] = {}
         for block, decision in {
             (self.trace.calls[c].block, decisions[c].key): (self.trace.calls[c].block, decisions[c])
@@ -733,7 +825,7 @@ class Pricer:
                 continue
             products = {n for op in local.ops if op.op and op.op.kind == "gemm" for n in op.inputs}
             for state in local.block.states:
-                if state.name in products and state.is_trained:
+                if state.name in products and state.is_trained and len(state.shape) > 1:
                     nbytes = local.state_bytes[state.name]
                     sizes[(state.shape, local.state_placements[state.name])] = nbytes
         return sum(sizes.values())

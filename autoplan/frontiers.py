@@ -55,6 +55,7 @@ class Frontiers:
         whole: frozenset[str] = frozenset(),
         recompute: str | None = None,
         is_sequence_parallel: bool = False,
+        offloads: bool = False,
     ) -> tuple[Decision, ...]:
         """Return the decisions on the frontier of time and memory of a class, fastest first.
 
@@ -62,6 +63,7 @@ class Frontiers:
             block: the class.
             timer: prices ops at the tensor-parallel degree in question.
             whole: states that must be stored whole.
+            offloads: saved activations may wait in host memory.
             recompute: pins the mode: `none`, `full` or `selective`; None allows all. A class that
                 has no decision of the pinned mode (nothing is saved, or nothing may be kept)
                 recomputes nothing.
@@ -81,6 +83,9 @@ class Frontiers:
         if recompute in (None, "full") and any(d.recompute.mode == "selective" for d in decisions):
             leanest = [d for d in decisions if d.recompute.mode != "none"][-1]
             decisions.append(replace(leanest, recompute=Recompute(mode="full")))
+        if offloads and recompute is None and any(op.saved for op in block.ops):
+            plain = [d for d in decisions if d.recompute.mode == "none"]
+            decisions += [replace(d, recompute=Recompute(mode="offload")) for d in plain]
         unique = {d.key: d for d in decisions if recompute in (None, d.recompute.mode)}
         if not unique and recompute != "none":
             return self.decisions(

@@ -214,6 +214,7 @@ def _pipeline(
         nbytes = side * live[stage] + pricer.batch_bytes(setting) + transfer
         fixed.append(-(-nbytes // unit))
         seconds = neighbours * _slowest_cut_s(setting, pricer, is_sliced) if neighbours else 0.0
+        seconds += 2 * pricer.action_s(setting)
         boundary.append(-int(-seconds // TICK_S))
     return PipelineProblem(
         runs=runs,

@@ -81,6 +81,12 @@ def _sizes(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
             message=f"dp {mesh.dp} * num_microbatches {plan.num_microbatches} * microbatch_size "
             f"{plan.microbatch_size} is {product}, the global batch is {plan.global_batch_size}",
         )
+    if mesh.dp_replicate > 1 and (plan.zero_stage == 0 or mesh.dp_replicate == mesh.dp):
+        yield Violation(
+            rule="V9",
+            message=f"{mesh.dp_replicate} replicas of dp={mesh.dp} with ZeRO stage "
+            f"{plan.zero_stage}: nothing is sharded",
+        )
     is_offloaded = plan.offload != "none"
     if not 0 <= plan.zero_stage <= 3 or (mesh.dp == 1 and plan.zero_stage and not is_offloaded):
         yield Violation(rule="V9", message=f"ZeRO stage {plan.zero_stage} with dp={mesh.dp}")
@@ -250,7 +256,7 @@ def independent_bytes(plan: Plan, trace: Trace) -> tuple[int, ...]:
     """
     ratio = 2 if plan.mixed_precision != "none" else 1
     states = Optimizer.named(plan.optimizer, is_foreach=False).state_bytes_per_byte
-    shards = plan.mesh.dp if plan.zero_stage >= 1 else 1
+    shards = plan.mesh.dp // plan.mesh.dp_replicate if plan.zero_stage >= 1 else 1
     canonical = {fqn: group[0] for group in trace.shared for fqn in group}
     needs = []
     for stage in plan.stages:

@@ -88,6 +88,7 @@ class SequentialFrontiers(Frontiers):
         whole: frozenset[str] = frozenset(),
         recompute: str | None = None,
         is_sequence_parallel: bool = False,
+        offloads: bool = False,
     ) -> tuple[Decision, ...]:
         """Return the plain decision, and the frontier of recomputation with its placements."""
         plain = self.plain(block, timer, whole=whole, is_sequence_parallel=is_sequence_parallel)
