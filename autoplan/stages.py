@@ -355,12 +355,12 @@ def crossing_metas(
 ) -> tuple[TensorMeta, ...]:
     """Return the metas of values that leave a stage, in the dtype that the stage computes in.
 
-    The loss leaves the last stage as one float32 number per micro-batch.
+    The loss leaves the last stage as one number per micro-batch, in its own dtype.
     """
     metas = []
     for name in names:
         if name == program.loss:
-            metas.append(TensorMeta((1,), torch.float32, True))
+            metas.append(TensorMeta((1,), program.metas[name].dtype, True))
             continue
         meta = program.metas[name]
         if compute_dtype is not None and meta.dtype.is_floating_point:
