@@ -17,11 +17,12 @@ from autoplan.errors import PlanError
 from autoplan.frontiers import Decision
 from autoplan.graph import BlockTrace, Trace
 from autoplan.inner_recompute import attention_core
+from autoplan.meshes import AxisOrder
 from autoplan.plan import Plan, Recompute, SearchRecord
 from autoplan.planner import Planner, make_planner
 from autoplan.replay import Reserved
 from autoplan.reserved import reserved_memory
-from autoplan.settings import Setting
+from autoplan.settings import Setting, check_pins
 from autoplan.simple import simple_decisions
 from autoplan.stage_ends import even_block_ends, even_stage_ends, is_runnable
 from autoplan.tensor_layout import megatron_axes
@@ -107,6 +108,8 @@ def estimate(
     recompute: str | RecomputeRule | Sequence[str] = "none",
     schedule: str = "1f1b",
     virtual_stages: int = 1,
+    dp_replicate: int = 1,
+    axis_order: AxisOrder = "tp-dp-pp",
     stage_ends: Sequence[int] | Literal["blocks"] | None = None,
     tensor_layout: str = "fastest",
     sequence_parallel: bool = False,
@@ -131,6 +134,8 @@ def estimate(
             repeated blocks take in turn, as `("full", "none")` for every second block.
         schedule: `1f1b` or `gpipe`, where pp > 1.
         virtual_stages: parts per rank of an interleaved 1F1B schedule.
+        dp_replicate, axis_order: replicas of what ZeRO shards, and how ranks are numbered; see
+            `autoplan.plan.Mesh`.
         stage_ends: per stage the index after its last block of the chain; `blocks`: repeated blocks
             in equal numbers, what comes before on the first stage and after on the last; default:
             equal counts of everything.
@@ -190,6 +195,7 @@ def estimate(
         is_own=not planner.workload.engine.has_gradient_buffer,
         offload=offload,
     )
+    setting = _placed(setting, dp_replicate, axis_order)
     trace = planner.trace(microbatch_size)
     ends = _ends(trace, stage_ends, pp)
     is_ruled = tensor_layout == "megatron" and tp > 1
@@ -233,6 +239,18 @@ def estimate(
         written=plan,
         reserved_memory_bytes=tuple(stage.reserved for stage in reserved) or None,
     )
+
+
+def _placed(setting: Setting, dp_replicate: int, axis_order: AxisOrder) -> Setting:
+    """Return a setting with its replicas and its order of axes."""
+    check_pins({"dp_replicate": dp_replicate, "axis_order": axis_order})
+    is_sharded = setting.zero_stage > 0 and dp_replicate < setting.dp
+    if dp_replicate > 1 and (setting.dp % dp_replicate or not is_sharded):
+        raise ValueError(
+            f"dp_replicate={dp_replicate} must divide dp={setting.dp}, be below it, and have a "
+            f"zero_stage above 0 (it is {setting.zero_stage}): replicas are of what ZeRO shards"
+        )
+    return replace(setting, dp_replicate=dp_replicate, axis_order=axis_order)
 
 
 def _check_choices(

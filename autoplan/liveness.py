@@ -22,6 +22,7 @@ __all__ = [
     "block_events",
     "block_memory",
     "needed_marks",
+    "offloaded_bytes",
     "redone_ops",
 ]
 
@@ -119,10 +120,12 @@ def _walked(
     """Return the bytes of a block, what it keeps by owner, and the gradients that leave it."""
     heap = _Heap(events[0] if events else None)
     saved = _all_saved(local)
-    region = recompute.mode != "none"
+    region = recompute.mode in ("full", "selective")
+    is_away = recompute.mode == "offload"
     marked = _marked(local, recompute.keep) if region else {}
-    kept_owners = set(marked) if region else saved
-    _run_forward(local, local.ops, heap, kept_owners, marked, internal=not region)
+    kept_owners = set() if is_away else set(marked) if region else saved
+    internal = not (region or is_away)
+    _run_forward(local, local.ops, heap, kept_owners, marked, internal=internal)
     forward_peak = heap.peak
     outputs = {_storage(local, name) for name in local.outputs}
     inputs = dict(local.inputs)
@@ -142,6 +145,7 @@ def _walked(
         region,
         accumulating,
         events[1] if events else None,
+        _away_sizes(local) if is_away else None,
     )
     memory = BlockMemory(
         kept=kept_total,
@@ -157,6 +161,24 @@ def _walked(
     return memory, kept, gradients
 
 
+def offloaded_bytes(local: LocalBlock) -> int:
+    """Return the bytes that a forward copies to the host, and its backward back.
+
+    What each op saves, once per op that saves it, but for inputs and parameters.
+    """
+    sizes = _away_sizes(local)
+    saved = sum(sizes.get(owner, 0) for op in local.ops for owner in op.saved)
+    return saved + sum(op.internal_bytes for op in local.ops)
+
+
+def _away_sizes(local: LocalBlock) -> dict[str, int]:
+    """Return the bytes of the storages that the block makes and autograd saves, by owner."""
+    saved = _all_saved(local) - set(local.inputs) - set(local.side_inputs)
+    sizes = {op.storage: op.nbytes for op in local.ops if op.storage == op.name}
+    sizes |= {name: nbytes for op in local.ops for name, nbytes in op.casts}
+    return {owner: sizes[owner] for owner in saved if owner in sizes}
+
+
 def redone_ops(local: LocalBlock, recompute: Recompute) -> tuple[LocalOp, ...]:
     """Return the ops that run again in backward under a recompute decision.
 
@@ -164,7 +186,7 @@ def redone_ops(local: LocalBlock, recompute: Recompute) -> tuple[LocalOp, ...]:
     is there (non-reentrant checkpointing stops early). A kept addend (a row-parallel product)
     keeps its reduced form, and neither runs again.
     """
-    if recompute.mode == "none":
+    if recompute.mode in ("none", "offload"):
         return ()
     keep = set(recompute.keep)
     redone = []
@@ -285,8 +307,11 @@ def _backward(
     region: bool,
     accumulating: bool,
     events: list[Event] | None,
+    fetched: Mapping[str, int] | None = None,
 ) -> tuple[int, _Gradients]:
     """Walk the backward; return the bytes of parameter gradients it makes, and those of inputs.
+
+    What is `fetched` from the host comes for each op that saved it and goes with it.
 
     In a region the marked results live until the backward ends. `events` is filled with what
     happens after the start, when what is kept and the gradients of the outputs are there.
@@ -309,6 +334,10 @@ def _backward(
     made = 0
     for op in reversed(local.ops):
         coming = gradients.take(op.name)
+        if fetched is not None:
+            heap.add(f"{op.name}:internal", op.internal_bytes)
+            for owner in op.saved:
+                heap.add(owner, fetched.get(owner, 0))
         for name in op.grads:
             if op.op is not None and op.op.target == "getitem":
                 gradients.collect(name, coming)
@@ -331,7 +360,8 @@ def _backward(
         heap.drop(f"{op.name}:internal")
         for owner in op.saved:
             uses[owner] -= 1
-            if uses[owner] == 0 and owner not in held:
+            is_over = uses[owner] == 0 or fetched is not None
+            if is_over and owner not in held:
                 heap.drop(owner)
     return made, gradients
 

@@ -84,7 +84,7 @@ def static_bytes(
     """
     if setting.offload != "none":
         return StaticBytes(parameters=0, gradients=0, optimizer=0)
-    shards = setting.dp if setting.zero_stage >= 1 else 1
+    shards = setting.shards
     states = int(group.trained * optimizer.state_bytes_per_byte)
     if engine.has_gradient_buffer:
         copy = group.trained if group.stored > group.gathered else 0
@@ -311,7 +311,7 @@ class _Walk:
         self.gathered.clear()
         self.buffers.clear()
         self.reduce_input = 0
-        shards = self.setting.dp if self.zero >= 1 else 1
+        shards = self.setting.shards
         temporary = sum(self.whole.values()) if self.is_foreach else 2 * self.largest
         if self.has_buffer and not self.is_foreach:
             # One fused kernel over all parameters, on gradients as wide as they are.
@@ -354,7 +354,7 @@ class _Walk:
         earlier = list(self.buffers)
         if self.zero > 0 and self.setting.dp > 1:
             self.buffers[group] = size
-            copied = size // self.setting.dp if self.is_mixed else 0
+            copied = size // self.setting.dp_shard if self.is_mixed else 0
             self.note("gathering parameters", copied + self._copied_in(group))
         self.gathered[group] = size
         if not self.copies_gathered:
@@ -365,7 +365,7 @@ class _Walk:
 
     def _copied_in(self, group: int) -> int:
         """Return the bytes of a shard that comes from the host for a gather."""
-        return -(-self.stored[group] // self.setting.dp) if self.is_offloaded else 0
+        return -(-self.stored[group] // self.setting.dp_shard) if self.is_offloaded else 0
 
     def _backward(self, is_last: bool, part: range) -> None:
         syncs = self.wrapped and (self.zero >= 2 or (is_last and not self.is_pipeline))
@@ -440,6 +440,8 @@ class _Walk:
         self.gradients.pop(group, None)
         self._marks = {m for m in self._marks if group != self.root}
         copy = size if self.is_gloo and self.zero > 0 else 0
-        shard = -(-self.whole[group] // self.setting.dp) if self.zero > 0 else self.whole[group]
+        shard = (
+            -(-self.whole[group] // self.setting.dp_shard) if self.zero > 0 else self.whole[group]
+        )
         self.note("reducing gradients", shard + copy + retained)
         self.sharded[group] = 0 if self.is_offloaded else shard

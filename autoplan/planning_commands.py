@@ -32,7 +32,9 @@ _console = Console(stderr=True)
 ModelArgument = Annotated[
     str, typer.Argument(help="Preset, transformers config.json, or file.py:function.")
 ]
-_INT_PINS = ("dp", "tp", "pp", "zero_stage", "microbatch_size", "num_microbatches")
+_INT_PINS = (
+    "dp", "tp", "pp", "zero_stage", "microbatch_size", "num_microbatches", "dp_replicate",
+)  # fmt: skip
 
 
 def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
@@ -131,7 +133,7 @@ def plan(
     ] = "none",
     offload: Annotated[
         list[str] | None,
-        typer.Option(help="Let a plan keep states in host memory: optimizer."),
+        typer.Option(help="What may lie in host memory: optimizer, activations. Repeatable."),
     ] = None,
     batch_dim: Annotated[
         str, typer.Option(help="Where the batch lies in the inputs: 1, or 1,0, or x=1,mask=none.")

@@ -19,7 +19,7 @@ from torch import nn
 from autoplan.autocast import InAutocast
 from autoplan.backends import Backend
 from autoplan.bundler import Bundle, bundle
-from autoplan.calls import written_places
+from autoplan.calls import runs_again, written_places
 from autoplan.collectives import Redistribute
 from autoplan.emitter import captured_for
 from autoplan.errors import EmitError
@@ -166,7 +166,7 @@ class _Script:
                 is_autocast = program.autocast is not None
                 kept = keep_plan(graph.ops, entry.keep, is_autocast=is_autocast)
             compiled = compile_graph(graph, self.device, is_marked=kept is not None)
-            cloned, changed = written_places(graph) if entry.mode != "none" else ((), ())
+            cloned, changed = written_places(graph) if runs_again(entry.mode) else ((), ())
             run = self._function(graph.name, compiled, means, entry.keep)
             self._note_use(run, block, graph)
             arguments = {
@@ -197,6 +197,7 @@ class _Script:
             read = self._function("denominators", compiled, means, ())
         contents = root_contents(self.model, program, stage)
         dtype = torch.bfloat16 if self.plan.mixed_precision == "bfloat16" else None
+        slices = self.plan.slices
         arguments = {
             "run": run,
             "calls": "{\n" + "\n".join(calls) + "\n    }",
@@ -204,8 +205,8 @@ class _Script:
             "side": repr(tuple(stage.side_states.values())) if stage.side_states else "",
             "constants": self._constants(stage),
             "batch": repr(tuple(program.inputs.index(n) for n in stage.batch_inputs)),
-            "inputs": repr(crossing_metas(program, stage.inputs, dtype)),
-            "outputs": repr(crossing_metas(program, stage.outputs, dtype)),
+            "inputs": repr(crossing_metas(program, stage.inputs, dtype, slices=slices)),
+            "outputs": repr(crossing_metas(program, stage.outputs, dtype, slices=slices)),
             "computes_loss": repr(program.loss in stage.outputs),
             "changed": repr(changed_states(program, stage)),
             "denominators": repr(tuple(found)) if found else "",
@@ -322,6 +323,7 @@ class _Script:
                 lines += _wrapped(f"tensor parallel: {', '.join(texts) or 'whole on every rank'}")
             words = {
                 "none": "keeps what autograd saves",
+                "offload": "keeps its inputs; what else autograd saves waits on the host",
                 "full": "keeps its inputs, and runs again in the backward",
                 "selective": f"keeps its inputs and {len(entry.keep)} results, and runs again",
             }
@@ -345,7 +347,7 @@ class _Script:
         )
         ties = {n: f for n, f in program.aliases.items() if n != f}
         arguments = {
-            "mesh": f"Degrees(dp={plan.mesh.dp}, tp={plan.mesh.tp}, pp={plan.mesh.pp})",
+            "mesh": repr(plan.mesh).replace("Mesh(", "Degrees(", 1),
             "zero_stage": repr(plan.zero_stage),
             "schedule": repr(plan.schedule),
             "num_microbatches": repr(plan.num_microbatches),

@@ -26,6 +26,10 @@ def full(program: Program) -> Recompute:
     return Recompute(mode="full")
 
 
+def away(program: Program) -> Recompute:
+    return Recompute(mode="offload")
+
+
 def selective(program: Program) -> Recompute:
     """Return marks on attention and the first linear of the block."""
     block = next(graph for graph in program.graphs if not graph.is_glue)
@@ -48,7 +52,7 @@ def case(model: str, **plan: Any) -> Case:
     return Case(model=model, plan=plan)
 
 
-@pytest.mark.parametrize("recompute", [None, full, selective])
+@pytest.mark.parametrize("recompute", [None, full, selective, away])
 def test_one_device_equals_the_model(recompute: Any) -> None:
     plan = {} if recompute is None else {"recompute": recompute}
     models = ("gpt", "gpt_tied", "llama", "gpt2")
@@ -70,7 +74,7 @@ def test_recompute_under_zero_equals_the_model() -> None:
     cases = [
         case(model, dp=2, zero_stage=zero, num_microbatches=2, recompute=recompute)
         for zero in (0, 3)
-        for recompute in (full, selective)
+        for recompute in (full, selective, away)
         for model in ("gpt", "llama")
     ]
     check(cases, 2)
@@ -82,6 +86,7 @@ def test_pipelines_equal_the_model() -> None:
         case("gpt", pp=2, num_microbatches=4, first_calls=[2], schedule="gpipe"),
         case("llama", pp=2, num_microbatches=4, first_calls=[4]),
         case("gpt2", pp=2, num_microbatches=4, recompute=selective),
+        case("gpt_tied", pp=2, num_microbatches=2, recompute=away),
     ]
     check(cases, 2)
 
@@ -119,6 +124,20 @@ def test_tensor_parallel_under_every_zero_stage_equals_the_model() -> None:
         for zero in range(4)
     ]
     check([*cases, case("gpt2", tp=2, dp=2, zero_stage=3, layouts=megatron)], 4)
+
+
+def test_hybrid_sharding_equals_the_model() -> None:
+    replicas = {"dp": 4, "dp_replicate": 2}
+    cases = [
+        case("gpt_tied", zero_stage=zero, num_microbatches=2, recompute=selective, **replicas)
+        for zero in (1, 2, 3)
+    ]
+    check([*cases, case("gpt2", zero_stage=3, **replicas)], 4)
+
+
+def test_a_pipeline_inside_the_data_parallel_axis_equals_the_model() -> None:
+    inside = {"dp": 2, "pp": 2, "num_microbatches": 2, "axis_order": "tp-pp-dp"}
+    check([case("gpt_tied", zero_stage=zero, **inside) for zero in (0, 3)], 4)
 
 
 def test_three_dimensions_equal_the_model() -> None:

@@ -19,12 +19,22 @@ REPOSITORY = Path(__file__).parent.parent
 # The layers in the order in which the data flows; a module imports only its own and lower ones,
 # where it is imported (not only named for types, and not inside a function).
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "units", "compat"),
+    ("errors", "units", "compat", "mask_causality"),
     ("codec",),
     ("profiles", "search"),
-    ("schedules", "stage_costs", "timeline", "nodes"),
+    ("schedules", "stage_costs", "timeline", "nodes", "meshes"),
     ("simulator",),
-    ("cluster", "graph", "batches", "shortening", "dry_run_result", "launcher", "meter", "plan"),
+    (
+        "cluster",
+        "cluster_files",
+        "graph",
+        "batches",
+        "shortening",
+        "dry_run_result",
+        "launcher",
+        "meter",
+        "plan",
+    ),
     ("redistribution", "program", "hf", "interpreter", "processes"),
     ("collectives",),
     (
@@ -89,6 +99,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("estimating", "optimizing"),
     (
         "lowering",
+        "host_activations",
         "recompute",
         "sharded_ops",
         "sharders",
@@ -106,11 +117,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "executor",
         "runtime",
         "calls",
+        "device_meshes",
         "evaluation",
+        "layout_numerics",
         "emitter",
     ),
     ("training", "op_runner", "op_profiler"),
-    ("bundler", "script_text", "script_writer", "framework_configs", "dry_runner"),
+    ("bundler", "script_text", "script_writer", "framework_configs", "dry_runner", "twins"),
     ("planning_commands", "checking_commands", "running_commands"),
     ("cli",),
 )
