@@ -49,8 +49,8 @@ def layout_reason(planner: Planner, setting: Setting) -> str | None:
     """Return why FSDP cannot slice what tensor parallelism stores under a setting, or None."""
     if setting.tp > 1 and setting.dp > 1 and setting.zero_stage > 0:
         for state in strided_states(planner.smallest_trace()):
-            if not fsdp_can_slice(state.shape, _TWO_PIECES, setting.dp):
-                return f"FSDP over dp={setting.dp} cannot slice {state.fqn} beside tp"
+            if not fsdp_can_slice(state.shape, _TWO_PIECES, setting.dp_shard):
+                return f"FSDP over {setting.dp_shard} ranks cannot slice {state.fqn} beside tp"
     return None
 
 
@@ -73,7 +73,7 @@ def static_reason(planner: Planner, setting: Setting) -> str | None:
         for state, fqn in zip(trace.blocks[call.block].states, call.states, strict=True):
             factor = 1 + planner.workload.optimizer.state_bytes_per_byte * state.is_trained
             sizes[canonical.get(fqn, fqn)] = int(state.nbytes * ratio * factor)
-    shards = setting.dp if setting.zero_stage >= 1 else 1
+    shards = setting.shards
     need = sum(sizes.values()) // (shards * setting.tp * setting.pp)
     if need <= planner.cluster.capacity_bytes:
         return None
@@ -86,32 +86,42 @@ def static_reason(planner: Planner, setting: Setting) -> str | None:
 def blocks_bound(planner: Planner, setting: Setting) -> Refinement:
     """Return a bound from the fastest way to run each block alone, whatever memory it takes."""
     pricer = planner.pricer(setting.microbatch_size)
-    seconds = [pricer.fastest_s(call.block, setting.tp) for call in pricer.trace.calls]
-    return Refinement(bound=_bound(setting, sum(seconds), max(seconds)))
+    bounds = []
+    for is_sliced in pricer.borders(setting.tp):
+        seconds = [
+            pricer.fastest_s(call.block, setting.tp, is_sequence_parallel=is_sliced)
+            for call in pricer.trace.calls
+        ]
+        bounds.append(_bound(setting, sum(seconds), max(seconds)))
+    return Refinement(bound=min(bounds))
 
 
 def frontiers_bound(planner: Planner, setting: Setting) -> Refinement:
     """Return a bound from the decisions of each block under the setting, or why nothing fits."""
     pricer = planner.pricer(setting.microbatch_size)
+    found = [_border_bound(planner, setting, is_sliced) for is_sliced in pricer.borders(setting.tp)]
+    possible = [refinement for refinement in found if refinement.infeasible is None]
+    return min(possible, key=lambda refinement: refinement.bound) if possible else found[0]
+
+
+def _border_bound(planner: Planner, setting: Setting, is_sequence_parallel: bool) -> Refinement:
+    pricer = planner.pricer(setting.microbatch_size)
     total, slowest, once, static = 0, 0, 0, 0
-    live = setting.live()[0]
     for calls in pricer.alike(setting):
         call, count = calls[0], len(calls)
         block = pricer.trace.calls[call].block
-        decisions = pricer.decisions(block, setting.tp)
-        options = [pricer.option(call, d, setting, live) for d in decisions]
-        fastest = min(o.forward + o.backward for o in options)
-        total += count * fastest
-        slowest = max(slowest, fastest)
-        once += count * min(o.once for o in options)
-        static += count * min(o.static for o in options)
+        decisions = pricer.decisions(block, setting.tp, is_sequence_parallel=is_sequence_parallel)
+        least = pricer.least_option(call, decisions, setting)
+        total += count * least.forward
+        slowest = max(slowest, least.forward)
+        once += count * least.once
+        static += count * least.static
     unit = pricer.memory_unit
     capacity = planner.cluster.capacity_bytes // unit
     if static > capacity * setting.pp:
         need = static * unit // setting.pp
         return Refinement(
-            infeasible=f"parameters, gradients and optimizer state alone need "
-            f"{format_bytes(need)} a device"
+            infeasible=f"parameters and optimizer state alone need {format_bytes(need)} a device"
         )
     m = setting.num_microbatches
     bound = total + (m - 1) * max(slowest, -(-total // setting.pp)) + -(-once // setting.pp)

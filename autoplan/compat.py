@@ -16,17 +16,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed._composable import replicate_with_fsdp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import placement_types
-from torch.nn.modules import transformer
 
 from autoplan.errors import EmitError
 
 __all__ = [
     "RingStage",
     "all_reduce_together",
-    "causality_as_told",
     "fake_processes",
+    "flatten_axes",
     "has_other_readers",
     "is_strided",
     "memory_group",
@@ -51,6 +51,7 @@ _set_pg_timeout = _probe(distributed_c10d, "_set_pg_timeout")
 _all_reduce_coalesced = _probe(dist.ProcessGroup, "allreduce_coalesced")
 _strided_shard = _probe(placement_types, "_StridedShard")
 _replicate = _probe(replicate_with_fsdp, "replicate")
+_flatten = _probe(DeviceMesh, "_flatten")
 # The methods that make a stage's receive buffers: torch 2.12 and later, and 2.11.
 _IS_LATER = hasattr(PipelineStage, "_setup_forward_recv_info")
 _make_activations = _probe(
@@ -61,26 +62,9 @@ _make_gradients = _probe(
 )
 
 
-@contextlib.contextmanager
-def causality_as_told() -> Iterator[None]:
-    """Let `nn.Transformer` take a mask as it is instead of reading whether it is causal.
-
-    That is a hint with which the same result may come from a faster kernel; without `is_causal=`
-    it is found by comparing the values of the mask, which an export does not have.
-    """
-    name = "_detect_is_causal_mask"
-    stock: Any = getattr(transformer, name, None)
-
-    def told(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-        return is_causal is True
-
-    if stock is not None:
-        setattr(transformer, name, told)
-    try:
-        yield
-    finally:
-        if stock is not None:
-            setattr(transformer, name, stock)
+def flatten_axes(mesh: DeviceMesh, name: str) -> None:
+    """Make several axes of a mesh also one, of that name."""
+    _flatten(mesh, name)
 
 
 def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
@@ -127,9 +111,21 @@ def has_other_readers(tensor: torch.Tensor) -> bool:
     As torch's own accumulation of gradients decides it; a version that cannot tell says True.
     """
     count = getattr(tensor, "_use_count", None)
-    if count is None or tensor.nbytes < tensor.untyped_storage().nbytes():
+    if count is None or shares_storage(tensor):
         return True
     return bool(count() > 1)
+
+
+def shares_storage(tensor: torch.Tensor) -> bool:
+    """Return whether another tensor may lie in the storage of `tensor`, in part or whole.
+
+    A version that cannot tell says True.
+    """
+    storage = tensor.untyped_storage()
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None or tensor.nbytes < storage.nbytes():
+        return True
+    return bool(count(storage._cdata) > 2)  # the tensor itself, and `storage` here
 
 
 _Group: Any = dist.ProcessGroup  # the signatures of its methods differ between versions

@@ -19,6 +19,7 @@ from autoplan import compat
 from autoplan.batches import BatchDims, microbatch_like
 from autoplan.dry_run_result import DryRun
 from autoplan.emitter import captured_for, emit_stage
+from autoplan.meshes import stage_of_rank, stride_of
 from autoplan.meter import StorageMeter
 from autoplan.models import LoadedModel
 from autoplan.opaque import empty_copy
@@ -34,7 +35,7 @@ _TIMEOUT_S = 60.0
 
 def representative_ranks(plan: Plan) -> tuple[int, ...]:
     """Return the first rank of every stage."""
-    return tuple(stage * plan.mesh.dp * plan.mesh.tp for stage in range(plan.mesh.pp))
+    return tuple(stage * stride_of("pp", plan.mesh) for stage in range(plan.mesh.pp))
 
 
 def dry_run(plan: Plan, loaded: LoadedModel, ranks: Sequence[int]) -> tuple[DryRun, ...]:
@@ -56,7 +57,7 @@ def dry_run(plan: Plan, loaded: LoadedModel, ranks: Sequence[int]) -> tuple[DryR
     program = captured_for(plan, loaded.model, loaded.batch, loaded.loss_fn)
     found = []
     for rank in ranks:
-        stage = rank // (plan.mesh.dp * plan.mesh.tp)
+        stage = stage_of_rank(rank, plan.mesh)
         with compat.fake_processes(world_size, rank):
             measured = _measure(plan, program, loaded)
         predicted = plan.predicted.tensor_peak_bytes(stage)

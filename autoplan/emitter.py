@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan import compat
 from autoplan.autocast import dtype_of
@@ -22,12 +22,14 @@ from autoplan.backends import Backend
 from autoplan.batches import BatchDims
 from autoplan.calls import BoundCall, bind_call, install
 from autoplan.capturer import capture, meta_copy
+from autoplan.device_meshes import make_device_mesh, sharding_mesh
 from autoplan.entries import Entry
 from autoplan.errors import EmitError, PlanError
 from autoplan.evaluation import Evaluator
 from autoplan.executor import compile_graph
 from autoplan.layout_check import check_layouts
 from autoplan.matching import explain_mismatch
+from autoplan.meshes import ranks_of_stage
 from autoplan.microbatches import pipeline_runner
 from autoplan.plan import Plan
 from autoplan.processes import agree, ensure_process_group, seed_ranks
@@ -202,11 +204,10 @@ def captured_for(
 def _mesh(plan: Plan, device: torch.device, timeout_s: float) -> DeviceMesh | None:
     if not dist.is_initialized():
         return None
-    sizes = (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp)
-    names = ("pp", "dp", "tp")
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
-    for name in names:
-        compat.set_timeout(mesh.get_group(name), timeout_s)
+    mesh = make_device_mesh(plan.mesh, plan.mesh.dp_replicate, device.type)
+    split = ("dp_replicate", "dp_shard") if plan.mesh.dp_replicate > 1 else ()
+    for name in ("pp", "dp", "tp", *split):
+        compat.set_timeout(mesh[name].get_group(), timeout_s)
     return mesh
 
 
@@ -233,7 +234,7 @@ class _Emission:
         _check_stages(program, stages, parameters)
         stage = stages[self._rank("pp")]
         root = build_root(self.model, root_contents(self.model, program, stage), self.device)
-        group = self.mesh.get_group("dp") if self.mesh is not None else None
+        group = self.mesh["dp"].get_group() if self.mesh is not None else None
         means = self._means(stage, root, group)
         calls = self._bind_calls(stage, root, means)
         buffers = StepBuffers.of(root, changed_states(program, stage), group)
@@ -274,7 +275,7 @@ class _Emission:
         )
 
     def _rank(self, name: str) -> int:
-        return self.mesh.get_local_rank(name) if self.mesh is not None else 0
+        return self.mesh[name].get_local_rank() if self.mesh is not None else 0
 
     @property
     def _is_mixed(self) -> bool:
@@ -345,7 +346,8 @@ class _Emission:
         side = self._side_values(stage, root)
         modules = {i: root.get_submodule(c.fqn) for i in calls if (c := program.calls[i]).fqn}
         computes_loss = program.loss in stage.outputs
-        metas = crossing_metas(program, stage.outputs, self._compute_dtype)
+        slices = self.plan.slices
+        metas = crossing_metas(program, stage.outputs, self._compute_dtype, slices=slices)
 
         def call(index: int, *inputs: Any) -> Any:
             module = modules.get(index)
@@ -379,7 +381,7 @@ class _Emission:
             root,
             [root.get_submodule(fqn) for fqn in fqns],
             zero_stage=self.plan.zero_stage,
-            mesh=self.mesh["dp"],
+            mesh=sharding_mesh(self.mesh, self.plan.mesh.dp_replicate),
             is_mixed=self._is_mixed,
             is_pipeline=self.plan.mesh.pp > 1,
             offload=self.plan.offload,
@@ -400,8 +402,8 @@ class _Emission:
             num_stages=num_stages,
             schedule=self.plan.schedule,
             num_microbatches=self.plan.num_microbatches,
-            inputs=crossing_metas(program, stage.inputs, dtype),
-            outputs=crossing_metas(program, stage.outputs, dtype),
+            inputs=crossing_metas(program, stage.inputs, dtype, slices=self.plan.slices),
+            outputs=crossing_metas(program, stage.outputs, dtype, slices=self.plan.slices),
             is_hidden=self.plan.zero_stage >= 2 and is_wrapped,
             device=self.device,
             group=self.mesh.get_group("pp"),
@@ -430,13 +432,13 @@ class _Emission:
                 for fqn in set(self.program.calls[index].states) & parameters:
                     owners.setdefault(self.program.aliases[fqn], set()).add(part.index)
         ties = []
-        dp, tp = self.plan.mesh.dp, self.plan.mesh.tp
+        ranks = [ranks_of_stage(part.index, self.plan.mesh) for part in stages]
         for first, on in sorted(owners.items()):
             if len(on) < 2 or first not in trained:
                 continue
-            for offset in range(dp * tp):
-                group = dist.new_group([p * dp * tp + offset for p in sorted(on)])
-                if stage.index in on and dist.get_rank() % (dp * tp) == offset:
+            for peers in zip(*(ranks[p] for p in sorted(on)), strict=True):
+                group = dist.new_group(list(peers))
+                if dist.get_rank() in peers:
                     assert isinstance(group, dist.ProcessGroup), "this rank is in the group"
                     compat.set_timeout(group, self.timeout_s)
                     ties.append(Tie(fqn=first, group=group, is_counted=stage.index == min(on)))

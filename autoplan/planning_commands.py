@@ -32,7 +32,9 @@ _console = Console(stderr=True)
 ModelArgument = Annotated[
     str, typer.Argument(help="Preset, transformers config.json, or file.py:function.")
 ]
-_INT_PINS = ("dp", "tp", "pp", "zero_stage", "microbatch_size", "num_microbatches")
+_INT_PINS = (
+    "dp", "tp", "pp", "zero_stage", "microbatch_size", "num_microbatches", "dp_replicate",
+)  # fmt: skip
 
 
 def parse_pins(texts: Sequence[str]) -> dict[str, Any]:

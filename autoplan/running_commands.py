@@ -38,9 +38,10 @@ def profile(
     ] = None,
     autocast: Annotated[str, typer.Option(help="Of --model: none or bfloat16.")] = "none",
 ) -> None:
-    """Measure the device that is here and write its profile, or the ops of a model."""
-    from autoplan.profiles.measure import profile_command
+    """Measure the device that is here and write its profile, or the ops of a model.
 
+    Under torchrun every rank runs it: groups inside and over nodes are measured then.
+    """
     budget_s = parse_seconds(budget)
     with Progress(console=_console, transient=True, disable=not _console.is_terminal) as bar:
         task = bar.add_task("measuring", total=1.0)
@@ -53,9 +54,29 @@ def profile(
                 gpu, model, cluster, seq, global_batch, autocast, budget_s, progress=show
             )
         else:
-            path = profile_command(gpu, out, budget_s=budget_s, with_links=links, progress=show)
-            text = f"written to {path}"
-    typer.echo(text)
+            path = _profile_device(gpu, out, budget_s, links, show)
+            text = f"written to {path}" if path is not None else ""
+    if text:
+        typer.echo(text)
+
+
+def _profile_device(
+    gpu: str,
+    out: Path | None,
+    budget_s: float,
+    links: bool,
+    progress: Callable[[str, float], None],
+) -> Path | None:
+    """Write the profile of this device, under torchrun with the links between all ranks.
+
+    Returns the path of the file; None on ranks that write none.
+    """
+    from autoplan.profiles.measure import profile_command
+    from autoplan.profiles.measure_cluster import is_under_torchrun, profile_as_rank
+
+    if links and is_under_torchrun():
+        return profile_as_rank(gpu, out, budget_s=budget_s, progress=progress)
+    return profile_command(gpu, out, budget_s=budget_s, with_links=links, progress=progress)
 
 
 def _profile_model(

@@ -12,6 +12,7 @@ from autoplan.cluster import Cluster
 from autoplan.engines import AUTOPLAN, Engine
 from autoplan.graph import Trace
 from autoplan.limits import LIMITED_KEYS, Limits
+from autoplan.meshes import AXIS_ORDERS, AxisOrder
 
 __all__ = [
     "NO_LIMITS",
@@ -25,10 +26,20 @@ __all__ = [
     "settings_of",
 ]
 
-PIN_KEYS = ("dp", "tp", "pp", "zero_stage", "microbatch_size", "num_microbatches", "recompute")
+PIN_KEYS = (
+    "dp",
+    "tp",
+    "pp",
+    "zero_stage",
+    "microbatch_size",
+    "num_microbatches",
+    "dp_replicate",
+    "axis_order",
+    "recompute",
+)
+_WORDS = {"recompute": ("none", "full", "selective"), "axis_order": AXIS_ORDERS}
 NO_LIMITS = Limits()
 OFFLOADS = ("optimizer", "activations")
-_RECOMPUTE = ("none", "full", "selective")
 _MAX_MICROBATCH_ROWS = 64
 
 
@@ -116,6 +127,8 @@ class Setting:
             schedule is interleaved (Narayanan et al. 2021, section 2.2). Priced, not searched.
         offload: `optimizer`: shards of parameters, gradients and optimizer state lie in host
             memory and the optimizer steps there; with ZeRO 3 only, on one device too.
+        dp_replicate: replicas of what ZeRO shards; see `autoplan.plan.Mesh`.
+        axis_order: of the axes over ranks, innermost first.
     """
 
     dp: int
@@ -127,24 +140,41 @@ class Setting:
     schedule: Literal["none", "gpipe", "1f1b"]
     virtual_stages: int = 1
     offload: Literal["none", "optimizer"] = "none"
+    dp_replicate: int = 1
+    axis_order: AxisOrder = "tp-dp-pp"
 
     def __str__(self) -> str:
-        return (
+        text = (
             f"dp={self.dp} tp={self.tp} pp={self.pp} zero={self.zero_stage} "
             f"mbs={self.microbatch_size} m={self.num_microbatches}"
             + (" offload" if self.offload != "none" else "")
         )
+        if self.dp_replicate > 1:
+            text += f" dp_replicate={self.dp_replicate}"
+        return text if self.axis_order == AXIS_ORDERS[0] else f"{text} {self.axis_order}"
 
     @property
     def simplicity(self) -> tuple[int, ...]:
         """Return the order in which ties are broken: fewer ways of being parallel first."""
         is_offloaded = int(self.offload != "none")
-        return (is_offloaded, self.pp, self.tp, self.zero_stage, self.num_microbatches, self.dp)
+        degrees = (self.pp, self.tp, self.zero_stage, self.num_microbatches, self.dp)
+        placed = (self.dp_replicate, AXIS_ORDERS.index(self.axis_order))
+        return (is_offloaded, *degrees, *placed)
 
     @property
     def world_size(self) -> int:
         """Return dp * tp * pp."""
         return self.dp * self.tp * self.pp
+
+    @property
+    def dp_shard(self) -> int:
+        """Return over how many ranks ZeRO shards what it shards."""
+        return self.dp // self.dp_replicate
+
+    @property
+    def shards(self) -> int:
+        """Return into how many parts ZeRO divides optimizer states: 1 for stage 0."""
+        return self.dp_shard if self.zero_stage >= 1 else 1
 
     def live(self) -> tuple[int, ...]:
         """Return per stage the micro-batches that are alive at once."""
@@ -168,9 +198,9 @@ def check_pins(pins: Mapping[str, Any]) -> None:
             near = get_close_matches(key, [*PIN_KEYS, *_ARGUMENTS], n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise ValueError(f"cannot pin {key!r}{hint}; allowed are {', '.join(PIN_KEYS)}")
-        if key == "recompute":
-            if value not in _RECOMPUTE:
-                raise ValueError(f"recompute={value!r}; allowed are {', '.join(_RECOMPUTE)}")
+        if key in _WORDS:
+            if value not in _WORDS[key]:
+                raise ValueError(f"{key}={value!r}; allowed are {', '.join(_WORDS[key])}")
         elif not isinstance(value, int) or isinstance(value, bool) or value < (key != "zero_stage"):
             least = int(key != "zero_stage")
             raise ValueError(f"{key}={value!r}: must be a whole number of at least {least}")
@@ -210,11 +240,18 @@ def _unlimited(
             is_pinned_off = pins.get("tp", tp) != tp or pins.get("dp", dp) != dp
             if is_pinned_off or (tp > cluster.gpus_per_node and "tp" not in pins):
                 continue
-            yield from _batch_settings(dp, tp, pp, workload, pins)
+            for placed in _placements(cluster, dp, tp, pp, pins):
+                yield from _batch_settings(dp, tp, pp, workload, pins, *placed)
 
 
 def _batch_settings(
-    dp: int, tp: int, pp: int, workload: Workload, pins: Mapping[str, Any]
+    dp: int,
+    tp: int,
+    pp: int,
+    workload: Workload,
+    pins: Mapping[str, Any],
+    dp_replicate: int,
+    axis_order: AxisOrder,
 ) -> Iterator[Setting]:
     if workload.global_batch_size % dp:
         return
@@ -229,7 +266,7 @@ def _batch_settings(
         if pp > 1 and m < pp:
             continue
         for zero, offload in _sharding(dp, workload):
-            if pins.get("zero_stage", zero) != zero:
+            if pins.get("zero_stage", zero) != zero or (zero == 0 and dp_replicate > 1):
                 continue
             yield Setting(
                 dp=dp,
@@ -240,7 +277,39 @@ def _batch_settings(
                 num_microbatches=m,
                 schedule="1f1b" if pp > 1 else "none",
                 offload=offload,
+                dp_replicate=dp_replicate,
+                axis_order=axis_order,
             )
+
+
+def _placements(
+    cluster: Cluster, dp: int, tp: int, pp: int, pins: Mapping[str, Any]
+) -> Iterator[tuple[int, AxisOrder]]:
+    """Yield (dp_replicate, axis_order) worth trying, or pinned.
+
+    Pipelines inside nodes are worth it only where they fit into one, and would cross nodes
+    otherwise. Replicas are worth it only of shards that lie in one node and are as many as do:
+    fewer shards make no collective faster, and need more memory.
+    """
+    gpus = cluster.gpus_per_node
+    for order in AXIS_ORDERS:
+        inside = 1 if order == "tp-dp-pp" else pp
+        fits = dp > 1 and pp > 1 and gpus % (tp * pp) == 0 and gpus < dp * tp * pp
+        if pins.get("axis_order", order) != order:
+            continue
+        if order != AXIS_ORDERS[0] and "axis_order" not in pins and not fits:
+            continue
+        near = gpus // (tp * inside)
+        shard = max((d for d in _divisors(dp) if d <= near and near % d == 0), default=1)
+        hybrid = [dp // shard] if 1 < shard < dp else []
+        for replicas in dict.fromkeys((1, *hybrid, *_pinned_replicas(dp, pins))):
+            if pins.get("dp_replicate", replicas) == replicas:
+                yield replicas, order
+
+
+def _pinned_replicas(dp: int, pins: Mapping[str, Any]) -> tuple[int, ...]:
+    wanted = pins.get("dp_replicate", 1)
+    return (wanted,) if dp % wanted == 0 and wanted < dp else ()
 
 
 def _sharding(dp: int, workload: Workload) -> Iterator[tuple[int, Literal["none", "optimizer"]]]:
@@ -283,6 +352,11 @@ def broken_rules(
             f"1F1B over pp={pp} stages needs as many micro-batches, dp={dp} leaves "
             f"{batch // (dp * size)}"
         )
+    replicas = pins.get("dp_replicate", 1)
+    if replicas > 1 and "dp" in pins and (dp % replicas or replicas >= dp):
+        found.append(f"dp_replicate={replicas} must divide dp={dp} and be below it")
+    if replicas > 1 and pins.get("zero_stage", 1) == 0:
+        found.append(f"dp_replicate={replicas} replicates what ZeRO shards: zero_stage above 0")
     is_whole = dp == 1 and not (workload.offload and pins.get("zero_stage") == 3)
     if pins.get("zero_stage", 0) and is_whole and ("dp" in pins or {"tp", "pp"} <= given.keys()):
         found.append(f"zero_stage={pins['zero_stage']} shards over dp, which is 1")

@@ -14,11 +14,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.calls import BoundCall, install
+from autoplan.device_meshes import make_device_mesh, sharding_mesh
 from autoplan.entries import Entry
 from autoplan.graph import Placement
+from autoplan.meshes import AxisOrder, ranks_of_stage
 from autoplan.microbatches import pipeline_runner
 from autoplan.program import TensorMeta
 from autoplan.recompute import KeepPlan
@@ -34,11 +36,13 @@ __all__ = ["CallSpec", "Degrees", "ScriptPlan", "StageSpec", "build_stage", "mak
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Degrees:
-    """Degrees of data, tensor and pipeline parallelism."""
+    """Degrees of data, tensor and pipeline parallelism, and how ranks are numbered over them."""
 
     dp: int
     tp: int
     pp: int
+    dp_replicate: int = 1
+    axis_order: AxisOrder = "tp-dp-pp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,14 +135,13 @@ def make_mesh(plan: ScriptPlan, device: torch.device) -> DeviceMesh:
     Raises:
         ValueError: another number of processes runs.
     """
-    sizes = (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp)
-    need = sizes[0] * sizes[1] * sizes[2]
+    need = plan.mesh.dp * plan.mesh.tp * plan.mesh.pp
     if dist.get_world_size() != need:
         raise ValueError(
             f"{dist.get_world_size()} processes run, the plan is for {need}: start this script "
             f"with torchrun --nproc-per-node {need}, or that many over all nodes"
         )
-    return init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
+    return make_device_mesh(plan.mesh, plan.mesh.dp_replicate, device.type)
 
 
 def build_stage(
@@ -153,7 +156,7 @@ def build_stage(
     stage = stages[index]
     ties = make_ties(plan, model, mesh)
     root = build_root(model, stage.contents, device)
-    group = mesh.get_group("dp")
+    group = mesh["dp"].get_group()
     means = StepMeans(stage.denominators, _side_reader(stage, root), group, stage.values)
     stored = {name: Placement.parse(text) for name, text in plan.stored.items()}
     if plan.mesh.tp > 1:
@@ -165,7 +168,7 @@ def build_stage(
         root,
         [root.get_submodule(fqn) for fqn in stage.contents.modules],
         zero_stage=plan.zero_stage,
-        mesh=mesh["dp"],
+        mesh=sharding_mesh(mesh, plan.mesh.dp_replicate),
         is_mixed=is_mixed,
         is_pipeline=plan.mesh.pp > 1,
         offload=plan.offload,
@@ -194,7 +197,7 @@ def build_stage(
         rows=plan.microbatch_size,
         num_microbatches=plan.num_microbatches,
         dp=plan.mesh.dp,
-        dp_rank=mesh.get_local_rank("dp"),
+        dp_rank=mesh["dp"].get_local_rank(),
         device=device,
     )
     module = ParallelModule(
@@ -287,12 +290,12 @@ def _bind(
 def make_ties(plan: ScriptPlan, model: nn.Module, mesh: DeviceMesh) -> tuple[Tie, ...]:
     """Return the parameters of this stage that other stages have too; makes their groups."""
     own = mesh.get_local_rank("pp")
-    width = plan.mesh.dp * plan.mesh.tp
+    ranks = [ranks_of_stage(stage, plan.mesh) for stage in range(plan.mesh.pp)]
     ties = []
     for name, on in plan.shared:
-        for offset in range(width):
-            group = dist.new_group([stage * width + offset for stage in on])
-            if own in on and dist.get_rank() % width == offset:
+        for peers in zip(*(ranks[stage] for stage in on), strict=True):
+            group = dist.new_group(list(peers))
+            if dist.get_rank() in peers:
                 assert isinstance(group, dist.ProcessGroup), "this rank is in the group"
                 ties.append(Tie(fqn=name, group=group, is_counted=own == min(on)))
     return tuple(ties)

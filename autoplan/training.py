@@ -21,6 +21,7 @@ from autoplan import codec
 from autoplan.batches import BatchDims
 from autoplan.checkpoints import is_saved
 from autoplan.errors import EmitError
+from autoplan.meshes import stage_of_rank
 from autoplan.meter import StorageMeter
 from autoplan.models import LoadedModel, load_model
 from autoplan.plan import Plan
@@ -133,7 +134,7 @@ def train(
     return RankResult(
         losses=tuple(losses),
         peak_bytes=meter.peak_bytes,
-        stage=rank // (plan.mesh.dp * plan.mesh.tp),
+        stage=stage_of_rank(rank, plan.mesh),
     )
 
 

@@ -132,12 +132,9 @@ def twin_degrees(mesh: Mesh) -> list[Mesh]:
     """Return meshes of at most four processes; where all degrees split, every pair of them."""
     cut = {name: min(2, getattr(mesh, name)) for name in ("dp", "tp", "pp")}
     split = [name for name, degree in cut.items() if degree > 1]
-    if len(split) < 3:
-        return [Mesh(**cut)]
-    return [
-        Mesh(**{name: 2 if name in pair else 1 for name in cut})
-        for pair in itertools.combinations(split, 2)
-    ]
+    pairs = itertools.combinations(split, 2) if len(split) == 3 else [split]
+    chosen = [{name: 2 if name in pair else 1 for name in cut} for pair in pairs]
+    return [Mesh(dp=c["dp"], tp=c["tp"], pp=c["pp"], axis_order=mesh.axis_order) for c in chosen]
 
 
 def twin_plan(plan: Plan, program: Program, twin: Program, mesh: Mesh) -> Plan:
