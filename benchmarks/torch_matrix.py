@@ -2,9 +2,9 @@
 
     python benchmarks/torch_matrix.py [--versions 2.11.0 2.12.0 2.13.0] [--folder DIR] [--tests ...]
 
-For each version a virtual environment is made in the folder (kept, and used again), this
-repository is installed into it beside that torch, and the tests of numerics are run: each emitted
-module equals the single device, in float64, on gloo processes.
+For each version a virtual environment is made in the folder (kept, and used again), this repository
+is installed into it beside that torch, and the tests of numerics are run: each emitted module
+equals the single device, in float64, on gloo processes.
 """
 
 from __future__ import annotations
