@@ -49,12 +49,14 @@ class LoweredBlock:
         parameters: placement in which every state is stored, by FQN.
         inputs: placement of every input, by name.
         outputs: placement of every output, by its name in `graph`.
+        leaving: those placements in the order of the outputs.
     """
 
     graph: BlockGraph
     parameters: dict[str, str]
     inputs: dict[str, str]
     outputs: dict[str, str]
+    leaving: tuple[str, ...]
 
 
 def lower(
@@ -108,6 +110,7 @@ def lower(
         parameters=stored,
         inputs={name: border[name] for name in graph.inputs},
         outputs={local: border[name] for local, name in zip(outputs, graph.outputs, strict=True)},
+        leaving=tuple(border[name] for name in graph.outputs),
     )
 
 
