@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from autoplan.search.problem import BlockOption, ChoiceProblem, Link, PipelineProblem
+from autoplan.search.problem import (
+    SLOWNESS_UNIT,
+    BlockOption,
+    ChoiceProblem,
+    Link,
+    PipelineProblem,
+)
 
 __all__ = [
     "StageCost",
@@ -93,7 +99,8 @@ def stage_costs(
         held = sum(block.static + problem.live[stage] * block.kept for block in own)
         costs.append(
             StageCost(
-                time=sum(block.forward + block.backward for block in own) + problem.boundary[stage],
+                time=problem.on_stage(sum(b.forward + b.backward for b in own), stage)
+                + problem.boundary[stage],
                 once=sum(block.once for block in own),
                 memory=held
                 + max((block.working for block in own), default=0)
@@ -160,7 +167,8 @@ def verify_pipeline_problem(problem: PipelineProblem) -> None:
     Rules: (1) every run has a block and an option; (2) times and memories are at least 0; (3) the
     tuples per stage are equally long; (4) `cut_allowed` is empty or has one entry per position;
     (5) `together` names blocks that exist; (6) `num_microbatches` and `min_blocks` are at least 1;
-    (7) `anchors` is empty or has one entry per block, the same within a run.
+    (7) `anchors` is empty or has one entry per block, the same within a run; (8) `slowness` is
+    empty or has one entry per stage, none below 1.
 
     Raises:
         ValueError: naming the rule's subject, what was got and what is allowed.
@@ -191,6 +199,12 @@ def verify_pipeline_problem(problem: PipelineProblem) -> None:
         raise ValueError(
             f"anchors has {len(problem.anchors)} entries for {problem.num_blocks} blocks: give it "
             "one per block, or none"
+        )
+    is_per_stage = len(problem.slowness) in (0, problem.num_stages)
+    if not is_per_stage or any(s < SLOWNESS_UNIT for s in problem.slowness):
+        raise ValueError(
+            f"slowness is {problem.slowness}: give it one number of at least {SLOWNESS_UNIT} per "
+            f"stage, {problem.num_stages} of them, or none"
         )
     first = 0
     for index, run in enumerate(problem.runs):
