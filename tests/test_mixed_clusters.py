@@ -35,9 +35,7 @@ def test_a_stage_sees_its_own_type_of_device() -> None:
     mesh = Mesh(dp=2, tp=1, pp=2)
     assert [MIXED.on_stage(mesh, stage).device.name for stage in (0, 1)] == [FAST.name, "third"]
     assert Cluster.from_json(MIXED.to_json()) == MIXED
-    with pytest.raises(
-        ValueError, match=r"stage 0 of dp=4 tp=1 pp=1 would lie on a100.* and third"
-    ):
+    with pytest.raises(ValueError, match=r"stage 0 of dp=4 .* would lie on a100.* and third"):
         MIXED.on_stage(Mesh(dp=4, tp=1, pp=1), 0)
 
 
@@ -45,10 +43,9 @@ def test_stages_are_sized_to_their_devices() -> None:
     plan = optimized(MIXED, dp=2, pp=2, microbatch_size=1, recompute="none")
     sizes = [sum(bool(block.fqn) for block in stage.blocks) for stage in plan.stages]
     assert sum(sizes) == 8
-    assert sizes[0] >= 5
     alike = optimized(replace(MIXED, slower=()), dp=2, pp=2, microbatch_size=1, recompute="none")
     even = [sum(bool(block.fqn) for block in stage.blocks) for stage in alike.stages]
-    assert abs(even[0] - even[1]) <= 1
+    assert sizes[0] > even[0]
     assert plan.predicted.step_time_s > alike.predicted.step_time_s
     times = plan.predicted.stage_time_s
     assert max(times) < 1.5 * min(times)
