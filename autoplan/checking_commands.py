@@ -11,7 +11,7 @@ import typer
 
 from autoplan import codec
 from autoplan.cluster import Cluster
-from autoplan.dry_run_result import DryRun
+from autoplan.dry_run_result import DryRun, LayoutNumerics
 from autoplan.plan import Plan
 from autoplan.planning_commands import torch_dtype
 
@@ -72,7 +72,8 @@ def verify(
 ) -> None:
     """Check a saved plan: the numbered rules, and a dry run of its ranks in this process.
 
-    Exit code 1 when a rule is broken, or a dry run holds over a tenth more than was predicted.
+    Exit code 1 when a rule is broken, a layout computes something else, or a dry run holds over a
+    tenth more than was predicted.
     """
     from autoplan.dry_runner import dry_run, representative_ranks
     from autoplan.models import load_model
@@ -85,6 +86,9 @@ def verify(
         typer.echo(violation)
     if not broken:
         typer.echo("every rule holds")
+    layouts = _checked_layouts(plan, loaded) if not broken and plan.mesh.tp > 1 else ()
+    for one in layouts:
+        typer.echo(f"layout {one.layout} of {one.block}: {_verdict(one)}")
     runs: tuple[DryRun, ...] = ()
     if dry and not broken:
         runs = dry_run(plan, loaded, rank or representative_ranks(plan))
@@ -94,7 +98,13 @@ def verify(
     over = [run for run in runs if target.is_cpu and run.error < -_TOLERANCE]
     for run in over:
         typer.echo(f"rank {run.rank} holds {-run.error:.0%} more than predicted")
-    result = VerifyResult(broken=broken, dry_runs=runs, is_sound=not broken and not over)
+    is_wrong = any(one.is_wrong for one in layouts)
+    result = VerifyResult(
+        broken=broken,
+        layouts=layouts,
+        dry_runs=runs,
+        is_sound=not broken and not over and not is_wrong,
+    )
     if json_file is not None:
         json_file.write_text(codec.dumps(result) + "\n")
     if not result.is_sound:
@@ -107,13 +117,30 @@ class VerifyResult:
 
     Attributes:
         broken: rules that the plan breaks.
+        layouts: tensor-parallel layouts, each run in this process beside its whole block.
         dry_runs: what ranks would hold; empty where rules are broken or it was left out.
         is_sound: whether nothing speaks against the plan.
     """
 
     broken: tuple[str, ...]
+    layouts: tuple[LayoutNumerics, ...]
     dry_runs: tuple[DryRun, ...]
     is_sound: bool
+
+
+def _checked_layouts(plan: Plan, loaded: LoadedModel) -> tuple[LayoutNumerics, ...]:
+    from autoplan.emitter import captured_for
+    from autoplan.layout_numerics import check_plan_layouts
+
+    program = captured_for(plan, loaded.model, loaded.batch, loaded.loss_fn)
+    return check_plan_layouts(plan, program)
+
+
+def _verdict(one: LayoutNumerics) -> str:
+    if one.error is None:
+        return one.reason
+    where = f", {one.reason}" if one.is_wrong else ""
+    return f"tp={one.degree} differs from the whole block by {one.error:.0e}{where}"
 
 
 def _broken_rules(plan: Plan, target: Cluster, loaded: LoadedModel) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ the capture uses is left as it is where it is missing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ __all__ = [
     "flatten_axes",
     "has_other_readers",
     "is_strided",
+    "memory_group",
     "pieces_of",
     "replicate",
     "set_timeout",
@@ -128,17 +129,102 @@ def has_other_readers(tensor: torch.Tensor) -> bool:
     As torch's own accumulation of gradients decides it; a version that cannot tell says True.
     """
     count = getattr(tensor, "_use_count", None)
-    if count is None or tensor.nbytes < tensor.untyped_storage().nbytes():
+    if count is None or shares_storage(tensor):
         return True
     return bool(count() > 1)
+
+
+def shares_storage(tensor: torch.Tensor) -> bool:
+    """Return whether another tensor may lie in the storage of `tensor`, in part or whole.
+
+    A version that cannot tell says True.
+    """
+    storage = tensor.untyped_storage()
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None or tensor.nbytes < storage.nbytes():
+        return True
+    return bool(count(storage._cdata) > 2)  # the tensor itself, and `storage` here
+
+
+_Group: Any = dist.ProcessGroup  # the signatures of its methods differ between versions
+_Work: Any = dist.Work
+
+
+class _MemoryGroup(_Group):  # type: ignore[misc]
+    """A group of threads of this process; collectives take what `exchange` hands over."""
+
+    def __init__(self, rank: int, size: int, exchange: Callable[[int, Any], list[Any]]) -> None:
+        super().__init__(rank, size)
+        self._own, self._count, self._exchange = rank, size, exchange
+
+    def size(self) -> int:
+        return self._count
+
+    def rank(self) -> int:
+        return self._own
+
+    def getBackendName(self) -> str:
+        return "memory"
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
+        every = self._exchange(self._own, [x.clone() for x in tensors])
+        is_max = options is not None and options.reduceOp == dist.ReduceOp.MAX
+        for index, tensor in enumerate(tensors):
+            stacked = torch.stack([given[index] for given in every])
+            tensor.copy_(stacked.amax(0) if is_max else stacked.sum(0))
+        return _Done()
+
+    def _allgather_base(
+        self, output: torch.Tensor, given: torch.Tensor, options: Any = None
+    ) -> Any:
+        output.copy_(torch.cat(self._exchange(self._own, given.clone())).view_as(output))
+        return _Done()
+
+    def _reduce_scatter_base(
+        self, output: torch.Tensor, given: torch.Tensor, options: Any = None
+    ) -> Any:
+        total = torch.stack(self._exchange(self._own, given.clone())).sum(0)
+        output.copy_(total.chunk(self._count)[self._own].view_as(output))
+        return _Done()
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        output_sizes: Any,
+        input_sizes: Any,
+        options: Any = None,
+    ) -> Any:
+        every = self._exchange(self._own, given.clone())
+        output.copy_(torch.cat([x.chunk(self._count)[self._own] for x in every]).view_as(output))
+        return _Done()
+
+    # torch 2.13 has other names for these.
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
+    all_to_all_single = alltoall_base
+
+
+class _Done(_Work):  # type: ignore[misc]
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+def memory_group(
+    rank: int, size: int, exchange: Callable[[int, Any], list[Any]]
+) -> dist.ProcessGroup:
+    """Return the process group of a thread; `exchange(rank, value)` returns all ranks' values."""
+    return _MemoryGroup(rank, size, exchange)
 
 
 @contextlib.contextmanager
 def fake_processes(world_size: int, rank: int) -> Iterator[None]:
     """Make this process rank `rank` of a group whose collectives send nothing.
 
-    Torch's pipelines vote over point-to-point messages in their first step, which is left out.
+    Torch's pipelines vote over point-to-point messages in their first step, which is left out, and
+    FSDP cuts each parameter for every rank of the group, of which only this rank's part is made.
     """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     patched: dict[str, Any] = {"_get_init_p2p_neighbors_ops": lambda self: []}
@@ -148,12 +234,32 @@ def fake_processes(world_size: int, rank: int) -> Iterator[None]:
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     for name in before:
         setattr(PipelineStage, name, patched[name])
+    chunking = "_chunk_with_empty"
+    chunks = getattr(_fsdp_param, chunking, None)
+    if chunks is not None:
+        setattr(_fsdp_param, chunking, _Chunks)
     try:
         yield
     finally:
+        if chunks is not None:
+            setattr(_fsdp_param, chunking, chunks)
         for name, method in before.items():
             setattr(PipelineStage, name, method)
         dist.destroy_process_group()
+
+
+class _Chunks:
+    """The chunks of a tensor for every rank, each made when it is asked for."""
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._size = -(-tensor.shape[dim] // num_chunks)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        start, whole = index * self._size, self._tensor.shape[self._dim]
+        if start >= whole:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(self._size, whole - start))
 
 
 class _One:

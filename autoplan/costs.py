@@ -15,9 +15,9 @@ from autoplan.frontiers import Decision, Frontiers
 from autoplan.fusion import fused_kernels, joined
 from autoplan.graph import Trace
 from autoplan.inner_recompute import folded
-from autoplan.liveness import BlockMemory, block_memory, redone_ops
+from autoplan.liveness import BlockMemory, block_memory, needed_marks, redone_ops
 from autoplan.local import LocalBlock, LocalOp, localize
-from autoplan.losses import with_loss
+from autoplan.losses import logits_bytes, with_loss
 from autoplan.memory import (
     GroupBytes,
     StageBlock,
@@ -27,6 +27,7 @@ from autoplan.memory import (
     uses_fsdp,
 )
 from autoplan.offload import away_s, host_optimizer_s
+from autoplan.plan import Recompute
 from autoplan.search.problem import BlockOption
 from autoplan.settings import Setting, Workload, shared_states
 from autoplan.step_costs import (
@@ -225,14 +226,14 @@ class Pricer:
         states = {state.name for state in local.block.states}
         summed = [times[op.name] for op in local.ops if op.op is None and op.inputs[0] in states]
         host = self.cluster.device.host
-        is_redone = decision.recompute.mode != "none"
+        is_redone = decision.recompute.mode in ("full", "selective")
         redone = [times[op.name] for op in redone_ops(local, decision.recompute)]
         redone += [times[name] for name in decision.inner if decision.recompute.mode == "none"]
-        kept, accumulating = self.memory_views(local, decision)
+        kept, accumulating, recompute = self.memory_views(local, decision)
         return _BlockBase(
             local=local,
-            memory=block_memory(kept, decision.recompute),
-            accumulating=block_memory(accumulating, decision.recompute, accumulating=True),
+            memory=block_memory(kept, recompute),
+            accumulating=block_memory(accumulating, recompute, accumulating=True),
             compute_forward_s=sum(t.forward_s for t in times.values()),
             compute_backward_s=sum(t.backward_s for t in times.values()),
             comm_forward_s=sum(t.forward_comm_s for t in times.values()),
@@ -259,14 +260,20 @@ class Pricer:
         runs = 2 if decision.recompute.mode == "selective" else 0
         return host.region + runs * len(local.ops) * host.marked_op
 
-    def memory_views(self, local: LocalBlock, decision: Decision) -> tuple[LocalBlock, LocalBlock]:
-        """Return a block as its tensors live: in a step's first micro-batch, and in later ones."""
-        engine = self.workload.engine
+    def memory_views(
+        self, local: LocalBlock, decision: Decision
+    ) -> tuple[LocalBlock, LocalBlock, Recompute]:
+        """Return a block as its tensors live under the engine, and what its marks really keep.
+
+        The first is of a step's first micro-batch, the second of later ones.
+        """
+        engine, recompute = self.workload.engine, decision.recompute
         kept = with_loss(folded(local, decision.inner), engine.loss)
         if self.workload.is_compiled and not local.block.is_glue:
             kept = joined(kept)
+            recompute = needed_marks(kept, recompute)
         is_fused = engine.has_gradient_buffer and engine.fuses_gradients and not local.block.is_glue
-        return kept, _without_gradients(kept) if is_fused else kept
+        return kept, _without_gradients(kept) if is_fused else kept, recompute
 
     def _op_times(self, local: LocalBlock, tp: int) -> dict[str, OpTime]:
         """Return the seconds of each op; a joint kernel counts with its first."""
@@ -770,17 +777,29 @@ class Pricer:
             is_gloo=not overlaps_communication(self.cluster),
             side_bytes=self.side_bytes(calls, [decisions[c] for c in calls], setting.tp),
             input_bytes=self.batch_bytes(setting),
-            stand_in_bytes=self.stand_in_bytes(calls, decisions, setting.tp),
+            standing_bytes=self.standing_bytes(calls, decisions, setting.tp),
             entering=entering,
             leaving=leaving,
             reserve=self.cluster.reserved_bytes,
             engine=self.workload.engine,
         )
 
-    def stand_in_bytes(self, calls: Sequence[int], decisions: Sequence[Decision], tp: int) -> int:
-        """Return bytes of the tensors that stand for weight gradients, one for each shape."""
-        if not self.workload.engine.keeps_stand_ins:
-            return 0
+    def standing_bytes(self, calls: Sequence[int], decisions: Sequence[Decision], tp: int) -> int:
+        """Return bytes that an engine holds beside a step's tensors, for as long as it trains.
+
+        Tensors that stand for weight gradients, one for each shape, and logits in the buffers of a
+        pipeline engine.
+        """
+        engine, last = self.workload.engine, calls[-1]
+        nbytes = 0
+        if engine.output_buffers:
+            local = self.base(self.trace.calls[last].block, decisions[last], tp).local
+            nbytes = engine.output_buffers * logits_bytes(local)
+        if engine.keeps_stand_ins:
+            nbytes += self._stand_in_bytes(calls, decisions, tp)
+        return nbytes
+
+    def _stand_in_bytes(self, calls: Sequence[int], decisions: Sequence[Decision], tp: int) -> int:
         sizes: dict[tuple[object, ...], int] = {}
         for block, decision in {
             (self.trace.calls[c].block, decisions[c].key): (self.trace.calls[c].block, decisions[c])
@@ -791,7 +810,7 @@ class Pricer:
                 continue
             products = {n for op in local.ops if op.op and op.op.kind == "gemm" for n in op.inputs}
             for state in local.block.states:
-                if state.name in products and state.is_trained:
+                if state.name in products and state.is_trained and len(state.shape) > 1:
                     nbytes = local.state_bytes[state.name]
                     sizes[(state.shape, local.state_placements[state.name])] = nbytes
         return sum(sizes.values())

@@ -20,6 +20,7 @@ from autoplan.inner_recompute import attention_core
 from autoplan.meshes import AxisOrder
 from autoplan.plan import Plan, Recompute, SearchRecord
 from autoplan.planner import Planner, make_planner
+from autoplan.replay import Reserved
 from autoplan.reserved import reserved_memory
 from autoplan.settings import Setting, check_pins
 from autoplan.simple import simple_decisions
@@ -43,7 +44,7 @@ class Estimate:
         memory_by_category: per stage, at the instant of its peak.
         time_by_category: seconds of a step by category.
         capacity_bytes: what a device may use.
-        fits: every stage is within it.
+        fits: every stage is within it; where an allocator was asked for, also what it wastes.
         reserved_memory_bytes: per stage, what the caching allocator of torch holds at most for the
             tensors, context and communicators excluded; None where no allocator was asked for.
         written: the plan, or None where autoplan prices the configuration but does not emit it.
@@ -104,7 +105,7 @@ def estimate(
     pp: int = 1,
     zero_stage: int = 0,
     microbatch_size: int = 1,
-    recompute: str | RecomputeRule = "none",
+    recompute: str | RecomputeRule | Sequence[str] = "none",
     schedule: str = "1f1b",
     virtual_stages: int = 1,
     dp_replicate: int = 1,
@@ -128,8 +129,9 @@ def estimate(
         dp, tp, pp: degrees; dp defaults to what the cluster leaves.
         zero_stage: 0 to 3; without data parallelism nothing is sharded.
         microbatch_size: rows.
-        recompute: `none`; `full` for every block; `attention`: its core alone runs again; or a
-            function that says for a block what it keeps.
+        recompute: `none`; `full` for every block; `attention`: its core alone runs again; a
+            function that says for a block what it keeps; or several of these words, which the
+            repeated blocks take in turn, as `("full", "none")` for every second block.
         schedule: `1f1b` or `gpipe`, where pp > 1.
         virtual_stages: parts per rank of an interleaved 1F1B schedule.
         dp_replicate, axis_order: replicas of what ZeRO shards, and how ranks are numbered; see
@@ -190,6 +192,7 @@ def estimate(
         microbatch_size=microbatch_size,
         schedule=schedule,
         virtual_stages=virtual_stages,
+        is_own=not planner.workload.engine.has_gradient_buffer,
         offload=offload,
     )
     setting = _placed(setting, dp_replicate, axis_order)
@@ -202,26 +205,26 @@ def estimate(
         decisions = _ruled_decisions(trace, setting, sequence_parallel)
     else:
         decisions = simple_decisions(planner, setting, "none")
+    rules = _rules(trace, recompute)
     decisions = [
-        _with_recompute(trace.blocks[call.block], decision, recompute)
-        for call, decision in zip(trace.calls, decisions, strict=True)
+        _with_recompute(trace.blocks[call.block], decision, rule)
+        for call, decision, rule in zip(trace.calls, decisions, rules, strict=True)
     ]
     is_emitted = (
         planner.workload.engine == AUTOPLAN
         and virtual_stages == 1
         and not is_ruled
-        and recompute != "attention"
+        and "attention" not in rules
         and product_dtype is None
         and not is_compiled
         and (pp == 1 or is_runnable(trace, ends))
     )
     pricer = planner.pricer(microbatch_size)
-    reserved = None
+    reserved: tuple[Reserved, ...] = ()
     if allocator is not None:
-        found = reserved_memory(
+        reserved = reserved_memory(
             pricer, setting, ends, decisions, is_expandable=allocator == "expandable"
         )
-        reserved = tuple(stage.reserved for stage in found)
     if not is_emitted or traces is not None:
         return _priced(pricer.plan_price(setting, ends, decisions), totals, reserved)
     record = SearchRecord(status="priced", objective_s=0.0, bound_s=0.0, gap=0.0, wall_time_s=0.0)
@@ -233,9 +236,9 @@ def estimate(
         memory_by_category=predicted.memory_by_category,
         time_by_category=predicted.time_by_category,
         capacity_bytes=predicted.capacity_bytes,
-        fits=_fits(predicted.peak_memory_bytes, totals),
+        fits=_fits(predicted.peak_memory_bytes, totals) and all(s.fits for s in reserved),
         written=plan,
-        reserved_memory_bytes=reserved,
+        reserved_memory_bytes=tuple(stage.reserved for stage in reserved) or None,
     )
 
 
@@ -252,14 +255,15 @@ def _placed(setting: Setting, dp_replicate: int, axis_order: AxisOrder) -> Setti
 
 
 def _check_choices(
-    recompute: str | RecomputeRule,
+    recompute: str | RecomputeRule | Sequence[str],
     zero_stage: int,
     tensor_layout: str,
     sequence_parallel: bool,
     product_dtype: str | None,
     tp: int,
 ) -> None:
-    if isinstance(recompute, str) and recompute not in _RECOMPUTE:
+    words = () if callable(recompute) else _words(recompute)
+    if not callable(recompute) and not (words and set(words) <= set(_RECOMPUTE)):
         raise ValueError(
             f"recompute={recompute!r}; estimate takes none, full, attention or a function of a "
             "block that returns a Recompute"
@@ -316,6 +320,24 @@ def _ruled_decisions(trace: Trace, setting: Setting, sequence_parallel: bool) ->
     return [by_block[call.block] for call in trace.calls]
 
 
+def _words(recompute: str | Sequence[str]) -> tuple[str, ...]:
+    return (recompute,) if isinstance(recompute, str) else tuple(recompute)
+
+
+def _rules(
+    trace: Trace, recompute: str | RecomputeRule | Sequence[str]
+) -> list[str | RecomputeRule]:
+    """Return the rule of each call; repeated blocks take several in turn."""
+    turns = (recompute,) if callable(recompute) else _words(recompute)
+    found: list[str | RecomputeRule] = []
+    count = 0
+    for call in trace.calls:
+        is_glue = trace.blocks[call.block].is_glue
+        found.append("none" if is_glue else turns[count % len(turns)])
+        count += not is_glue
+    return found
+
+
 def _with_recompute(
     block: BlockTrace, decision: Decision, recompute: str | RecomputeRule
 ) -> Decision:
@@ -333,9 +355,7 @@ def _fits(peaks: Sequence[int], totals: Sequence[int]) -> bool:
     return all(peak <= total for peak, total in zip(peaks, totals, strict=True))
 
 
-def _priced(
-    price: PlanPrice, totals: tuple[int, ...], reserved: tuple[int, ...] | None
-) -> Estimate:
+def _priced(price: PlanPrice, totals: tuple[int, ...], reserved: tuple[Reserved, ...]) -> Estimate:
     peaks = tuple(stage.peak for stage in price.memory)
     return Estimate(
         step_time_s=price.step_time_s,
@@ -343,9 +363,9 @@ def _priced(
         memory_by_category=tuple(stage.by_category for stage in price.memory),
         time_by_category=price.time_by_category,
         capacity_bytes=min(totals),
-        fits=_fits(peaks, totals),
+        fits=_fits(peaks, totals) and all(stage.fits for stage in reserved),
         written=None,
-        reserved_memory_bytes=reserved,
+        reserved_memory_bytes=tuple(stage.reserved for stage in reserved) or None,
     )
 
 
@@ -360,6 +380,7 @@ def _setting(
     microbatch_size: int,
     schedule: str,
     virtual_stages: int,
+    is_own: bool,
     offload: Literal["none", "optimizer"],
 ) -> Setting:
     sizes = {
@@ -384,10 +405,10 @@ def _setting(
     m = batch // (dp * microbatch_size)
     if schedule not in ("1f1b", "gpipe"):
         raise ValueError(f"schedule={schedule!r}; allowed are 1f1b and gpipe")
-    if pp > 1 and schedule == "1f1b" and m < pp:
+    if is_own and pp > 1 and schedule == "1f1b" and m < pp:
         raise ValueError(
             f"1F1B with pp={pp} needs at least {pp} micro-batches, the batch gives {m}: lower "
-            "microbatch_size or pp, or use schedule='gpipe'"
+            "microbatch_size or pp, use schedule='gpipe', or name the engine that runs it"
         )
     if virtual_stages > 1 and (pp == 1 or schedule != "1f1b" or m % pp):
         raise ValueError(

@@ -110,7 +110,7 @@ def stage_memory(
     is_gloo: bool = False,
     side_bytes: int = 0,
     input_bytes: int = 0,
-    stand_in_bytes: int = 0,
+    standing_bytes: int = 0,
     entering: int = 0,
     leaving: int = 0,
     reserve: int = 0,
@@ -127,14 +127,14 @@ def stage_memory(
         is_gloo: collectives run on gloo, whose reduce-scatter works on a copy.
         side_bytes: side values held by one micro-batch.
         input_bytes: batch inputs of one step that stay for the whole step.
-        stand_in_bytes: of tensors that stand for weight gradients and stay.
+        standing_bytes: that the engine holds beside.
         entering: bytes of one micro-batch's activations from the stage before.
         leaving: to the stage after.
         reserve: bytes set aside on the device.
         engine: the software that trains.
     """
     walk = _Walk(blocks, setting, optimizer, is_mixed, is_gloo, engine)
-    walk.side, walk.fixed, walk.stand_ins = side_bytes, input_bytes, stand_in_bytes
+    walk.side, walk.fixed, walk.standing = side_bytes, input_bytes, standing_bytes
     if not engine.has_gradient_buffer:
         # Megatron-LM frees what it has sent, and what it receives is the kept input of a block.
         walk.entering, walk.leaving = entering, leaving
@@ -247,13 +247,17 @@ class _Walk:
         self.order = [k for k in range(self.root) if k in groups]
         if self.root in groups:
             self.order.insert(0, self.root)
-        self.side = self.fixed = self.stand_ins = self.entering = self.leaving = 0
+        self.side = self.fixed = self.standing = self.entering = self.leaving = 0
         self.activations = 0
         self.gathered: dict[int, int] = {}
         self.buffers: dict[int, int] = {}
         self.gradients: dict[int, int] = {}
         if self.has_buffer:
             self.gradients[_BUFFER] = sum(s.gradients for s in statics)
+        self.is_flat = engine.is_flat
+        self.widens = is_mixed and not engine.is_gradient_wide
+        last = max((i for i, b in enumerate(blocks) if not b.is_glue), default=None)
+        self.stays_gathered = last if engine.keeps_last_gathered and setting.pp == 1 else None
         parts = setting.virtual_stages
         self.parts = [
             range(len(blocks) * part // parts, len(blocks) * (part + 1) // parts)
@@ -272,7 +276,7 @@ class _Walk:
     def note(self, name: str, transient: int = 0) -> None:
         """Compare what lives now, and a transient, with the peak so far."""
         gradients = sum(self.gradients.values()) + sum(self.sharded.values()) + self.unmerged
-        gradients += self.stand_ins
+        gradients += self.standing
         working = sum(self.gathered.values()) + sum(self.buffers.values()) + self.reduce_input
         total = self.activations + gradients + working + transient + self.fixed
         total += self.parameters + self.optimizer
@@ -309,7 +313,10 @@ class _Walk:
         shards = self.setting.shards
         temporary = sum(self.whole.values()) if self.is_foreach else 2 * self.largest
         if self.has_buffer and not self.is_foreach:
-            temporary = 0  # one fused kernel over all parameters
+            # One fused kernel over all parameters, on gradients as wide as they are.
+            temporary = sum(self.whole.values()) if self.widens else 0
+        if self.is_flat:
+            self.note("reducing gradients", sum(self.grads.values()))
         self.note("the optimizer step", 0 if self.is_offloaded else -(-temporary // shards))
 
     def _forward(self, part: range) -> None:
@@ -321,7 +328,7 @@ class _Walk:
             self._gather_forward(index)
             self.note(f"forward of block {index}", block.input_bytes + block.memory.forward_peak)
             self.activations += block.own_kept
-            if self.zero == 3 and index in self.compute:
+            if self.zero == 3 and index in self.compute and index != self.stays_gathered:
                 self.gathered.pop(index, None)
         self.activations += self._leaving_added()
         if self.is_pipeline:
@@ -417,7 +424,7 @@ class _Walk:
 
     def _prefetch(self, index: int) -> None:
         earlier = next((i for i in reversed(range(index)) if i in self.compute), None)
-        if earlier is not None and self.setting.dp > 1:
+        if earlier is not None and earlier not in self.gathered and self.setting.dp > 1:
             self.buffers[earlier] = self.compute[earlier]
             self.note("prefetching parameters", self._copied_in(earlier))
 

@@ -164,6 +164,12 @@ class Predicted:
     lookups: dict[str, int]
     host_bytes: tuple[int, ...] = ()
 
+    def tensor_peak_bytes(self, stage: int) -> int:
+        """Return what a meter of tensors would see of a stage: no reserve, but the host's bytes."""
+        reserve = self.memory_by_category[stage].get("reserve", 0)
+        on_host = self.host_bytes[stage] if self.host_bytes else 0
+        return self.peak_memory_bytes[stage] - reserve + on_host
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRecord:

@@ -185,16 +185,22 @@ def _measured(plan: Plan, folder: Path) -> str:
     from autoplan.training import RankResult
     from autoplan.units import format_bytes
 
-    rows = [("rank", "stage", "measured peak", "predicted peak")]
+    rows = [("rank", "stage", "measured peak", "predicted peak", "error")]
+    reserves = set()
     for rank in range(plan.mesh.world_size):
         result = codec.loads(RankResult, (folder / f"rank{rank}.json").read_text())
-        predicted = plan.predicted.peak_memory_bytes[result.stage]
-        rows.append(
-            (
-                str(rank),
-                str(result.stage),
-                format_bytes(result.peak_bytes),
-                format_bytes(predicted),
-            )
-        )
-    return table(rows)
+        predicted = plan.predicted.tensor_peak_bytes(result.stage)
+        reserves.add(plan.predicted.memory_by_category[result.stage].get("reserve", 0))
+        sizes = (format_bytes(result.peak_bytes), format_bytes(predicted))
+        error = predicted / result.peak_bytes - 1
+        rows.append((str(rank), str(result.stage), *sizes, f"{error:+.1%}"))
+    return f"{table(rows)}\n{_reserve_line(reserves)}"
+
+
+def _reserve_line(reserves: set[int]) -> str:
+    from autoplan.units import format_bytes
+
+    return (
+        f"both are of tensors; the plan keeps {format_bytes(max(reserves))} more for the context, "
+        "the allocator and the communicators"
+    )
