@@ -102,32 +102,42 @@ def _most_bytes(planner: Planner, setting: Setting) -> int:
 def blocks_bound(planner: Planner, setting: Setting) -> Refinement:
     """Return a bound from the fastest way to run each block alone, whatever memory it takes."""
     pricer = planner.pricer(setting.microbatch_size)
-    seconds = [pricer.fastest_s(call.block, setting.tp) for call in pricer.trace.calls]
-    return Refinement(bound=_bound(setting, sum(seconds), max(seconds)))
+    bounds = []
+    for is_sliced in pricer.borders(setting.tp):
+        seconds = [
+            pricer.fastest_s(call.block, setting.tp, is_sequence_parallel=is_sliced)
+            for call in pricer.trace.calls
+        ]
+        bounds.append(_bound(setting, sum(seconds), max(seconds)))
+    return Refinement(bound=min(bounds))
 
 
 def frontiers_bound(planner: Planner, setting: Setting) -> Refinement:
     """Return a bound from the decisions of each block under the setting, or why nothing fits."""
     pricer = planner.pricer(setting.microbatch_size)
+    found = [_border_bound(planner, setting, is_sliced) for is_sliced in pricer.borders(setting.tp)]
+    possible = [refinement for refinement in found if refinement.infeasible is None]
+    return min(possible, key=lambda refinement: refinement.bound) if possible else found[0]
+
+
+def _border_bound(planner: Planner, setting: Setting, is_sequence_parallel: bool) -> Refinement:
+    pricer = planner.pricer(setting.microbatch_size)
     total, slowest, once, static = 0, 0, 0, 0
-    live = setting.live()[0]
     for calls in pricer.alike(setting):
         call, count = calls[0], len(calls)
         block = pricer.trace.calls[call].block
-        decisions = pricer.decisions(block, setting.tp)
-        options = [pricer.option(call, d, setting, live) for d in decisions]
-        fastest = min(o.forward + o.backward for o in options)
-        total += count * fastest
-        slowest = max(slowest, fastest)
-        once += count * min(o.once for o in options)
-        static += count * min(o.static for o in options)
+        decisions = pricer.decisions(block, setting.tp, is_sequence_parallel=is_sequence_parallel)
+        least = pricer.least_option(call, decisions, setting)
+        total += count * least.forward
+        slowest = max(slowest, least.forward)
+        once += count * least.once
+        static += count * least.static
     unit = pricer.memory_unit
     capacity = _most_bytes(planner, setting) // unit
     if static > capacity * setting.pp:
         need = static * unit // setting.pp
         return Refinement(
-            infeasible=f"parameters, gradients and optimizer state alone need "
-            f"{format_bytes(need)} a device"
+            infeasible=f"parameters and optimizer state alone need {format_bytes(need)} a device"
         )
     m = setting.num_microbatches
     bound = total + (m - 1) * max(slowest, -(-total // setting.pp)) + -(-once // setting.pp)

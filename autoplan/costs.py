@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from autoplan.cluster import Cluster
 from autoplan.frontiers import Decision, Frontiers
@@ -42,6 +43,7 @@ from autoplan.step_costs import (
     regathers,
     transfer_s,
 )
+from autoplan.tensor_layout import boundary_of
 from autoplan.times import OpTime, Tally, Timer, overlaps_communication
 
 __all__ = ["BlockPrice", "PlanPrice", "Pricer"]
@@ -49,16 +51,18 @@ __all__ = ["BlockPrice", "PlanPrice", "Pricer"]
 TICK_S = 1e-9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _BlockBase:
     """What a decision costs by itself at a tensor-parallel degree.
 
     `away_s`: of copying what is saved to the host in the forward, or back in the backward.
+
+    Its memory is walked when it is first asked for: a bound of the time does not need it.
     """
 
     local: LocalBlock
-    memory: BlockMemory
-    accumulating: BlockMemory
+    views: tuple[LocalBlock, LocalBlock]
+    recompute: Recompute
     compute_forward_s: float
     compute_backward_s: float
     comm_forward_s: float
@@ -80,6 +84,16 @@ class _BlockBase:
     def backward_s(self) -> float:
         """Return seconds of its backward, what runs again included, without them likewise."""
         return self.compute_backward_s + self.comm_backward_s + self.redo_s + self.away_s
+
+    @cached_property
+    def memory(self) -> BlockMemory:
+        """Return the bytes of a step's first micro-batch."""
+        return block_memory(self.views[0], self.recompute)
+
+    @cached_property
+    def accumulating(self) -> BlockMemory:
+        """Return the bytes of a later micro-batch."""
+        return block_memory(self.views[1], self.recompute, accumulating=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,33 +151,37 @@ class Pricer:
     tally: Tally = field(default_factory=Tally)
     frontiers: Frontiers = field(default_factory=Frontiers)
     _plain: dict[tuple[int, int, bool], Decision] = field(default_factory=dict)
-    _decisions: dict[tuple[int, int], tuple[Decision, ...]] = field(default_factory=dict)
+    _decisions: dict[tuple[int, int, bool], tuple[Decision, ...]] = field(default_factory=dict)
     _bases: dict[tuple[int, int, object], _BlockBase] = field(default_factory=dict)
-    _fastest_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    _fastest_s: dict[tuple[int, int, bool], float] = field(default_factory=dict)
     _timers: dict[tuple[int, bool], Timer] = field(default_factory=dict)
     _shared: dict[int, frozenset[str]] | None = None
     _options: dict[tuple[object, ...], BlockOption] = field(default_factory=dict)
     _held: list[frozenset[str]] | None = None
     _by_device: dict[str, Pricer] = field(default_factory=dict)
 
-    def decisions(self, block: int, tp: int) -> tuple[Decision, ...]:
+    def decisions(
+        self, block: int, tp: int, *, is_sequence_parallel: bool = False
+    ) -> tuple[Decision, ...]:
         """Return the frontier of a block class at a tensor-parallel degree, fastest first.
 
-        The lean layout of the simple strategies is among them. With a `reference` pricer they are
-        its frontier, priced here at this micro-batch size.
+        With `is_sequence_parallel` activations cross its borders as slices of tokens; without, the
+        lean layout of the simple strategies is among them. With a `reference` pricer they are its
+        frontier, priced here at this micro-batch size.
         """
         if self.reference is not None:
-            return self.reference.decisions(block, tp)
-        key = (block, tp)
+            return self.reference.decisions(block, tp, is_sequence_parallel=is_sequence_parallel)
+        key = (block, tp, is_sequence_parallel)
         if key not in self._decisions:
             found = self.frontiers.decisions(
                 self.trace.blocks[block],
                 self.timer(tp),
                 whole=self.whole_states(block),
                 recompute=self.recompute,
+                is_sequence_parallel=is_sequence_parallel,
                 offloads="activations" in self.workload.offload,
             )
-            if tp > 1 and self.recompute in (None, "none"):
+            if not is_sequence_parallel and tp > 1 and self.recompute in (None, "none"):
                 lean = self.plain_decision(block, tp, lean=True)
                 if all(lean.key != d.key for d in found):
                     found += (lean,)
@@ -181,14 +199,26 @@ class Pricer:
             )
         return self._plain[key]
 
-    def fastest_s(self, block: int, tp: int) -> float:
+    def fastest_s(self, block: int, tp: int, *, is_sequence_parallel: bool = False) -> float:
         """Return seconds below which no decision of a class is at this micro-batch size."""
-        key = (block, tp)
+        key = (block, tp, is_sequence_parallel)
         if key not in self._fastest_s:
             self._fastest_s[key] = self.frontiers.fastest_s(
-                self.trace.blocks[block], self.timer(tp), whole=self.whole_states(block)
+                self.trace.blocks[block],
+                self.timer(tp),
+                whole=self.whole_states(block),
+                is_sequence_parallel=is_sequence_parallel,
             )
         return self._fastest_s[key]
+
+    def borders(self, tp: int) -> tuple[bool, ...]:
+        """Return whether activations may cross borders of blocks whole, or as slices of tokens."""
+        can_slice = tp > 1 and any(
+            boundary_of(value, tp, True) != "R"
+            for block in self.trace.blocks
+            for value in block.inputs
+        )
+        return (False, True) if can_slice else (False,)
 
     def whole_states(self, block: int) -> frozenset[str]:
         """Return the states of a block class that several calls share."""
@@ -232,8 +262,8 @@ class Pricer:
         kept, accumulating, recompute = self.memory_views(local, decision)
         return _BlockBase(
             local=local,
-            memory=block_memory(kept, recompute),
-            accumulating=block_memory(accumulating, recompute, accumulating=True),
+            views=(kept, accumulating),
+            recompute=recompute,
             compute_forward_s=sum(t.forward_s for t in times.values()),
             compute_backward_s=sum(t.backward_s for t in times.values()),
             comm_forward_s=sum(t.forward_comm_s for t in times.values()),
@@ -279,7 +309,10 @@ class Pricer:
         """Return the seconds of each op; a joint kernel counts with its first."""
         timer = self.timer(tp, is_glue=local.block.is_glue)
         times = {op.name: timer.op_time(op) for op in local.ops}
-        for kernel in fused_kernels(local) if self.workload.is_compiled else ():
+        is_compiled = self.workload.is_compiled and (
+            self.workload.engine.compiles_glue or not local.block.is_glue
+        )
+        for kernel in fused_kernels(local) if is_compiled else ():
             if len(kernel.ops) > 1:
                 times |= dict.fromkeys(kernel.ops, OpTime(forward_s=0.0, backward_s=0.0))
                 times[kernel.ops[0]] = OpTime(
@@ -605,6 +638,31 @@ class Pricer:
             kept=-(-kept // unit),
             static=-(-(resident + grads) // unit),
             working=-(-working // unit),
+        )
+
+    def least_option(
+        self, call: int, decisions: Sequence[Decision], setting: Setting
+    ) -> BlockOption:
+        """Return an option that no decision beats in time, once and static memory.
+
+        Nothing of it needs a walk of what the decisions keep, so it is cheap.
+        """
+        shared = self._shared_before(call) if setting.pp == 1 else frozenset()
+        time, once, static = [], [], []
+        for decision in decisions:
+            price = self.price(call, decision, setting)
+            group = self.group(call, decision, setting, set(shared))
+            held = static_bytes(group, setting, self.workload.optimizer)
+            time.append(_ticks(price.forward_s) + _ticks(price.backward_s))
+            once.append(_ticks(price.once_s))
+            static.append(held.parameters + held.optimizer)
+        return BlockOption(
+            forward=min(time),
+            backward=0,
+            once=min(once),
+            kept=0,
+            static=min(static) // self.memory_unit,
+            working=0,
         )
 
     def alike(self, setting: Setting) -> list[list[int]]:

@@ -310,7 +310,8 @@ class _Emission:
         side = self._side_values(stage, root)
         modules = {i: root.get_submodule(c.fqn) for i in calls if (c := program.calls[i]).fqn}
         computes_loss = program.loss in stage.outputs
-        metas = crossing_metas(program, stage.outputs, self._compute_dtype)
+        slices = self.plan.slices
+        metas = crossing_metas(program, stage.outputs, self._compute_dtype, slices=slices)
 
         def call(index: int, *inputs: Any) -> Any:
             module = modules.get(index)
@@ -365,8 +366,8 @@ class _Emission:
             num_stages=num_stages,
             schedule=self.plan.schedule,
             num_microbatches=self.plan.num_microbatches,
-            inputs=crossing_metas(program, stage.inputs, dtype),
-            outputs=crossing_metas(program, stage.outputs, dtype),
+            inputs=crossing_metas(program, stage.inputs, dtype, slices=self.plan.slices),
+            outputs=crossing_metas(program, stage.outputs, dtype, slices=self.plan.slices),
             is_hidden=self.plan.zero_stage >= 2 and is_wrapped,
             device=self.device,
             group=self.mesh.get_group("pp"),

@@ -113,12 +113,15 @@ class Layout:
         degree: tp.
         axes: per op that is not `whole`, the axis of its shard option.
         parameters: per state FQN (as in the trace) its placement: R, S(dim) or S(dim,outer).
+        borders: how activations of shape (batch, tokens, features) enter and leave the block:
+            `whole` on every rank, or as slices of `tokens`.
     """
 
     block: str
     degree: int
     axes: dict[str, str] = field(default_factory=dict)
     parameters: dict[str, str] = field(default_factory=dict)
+    borders: Literal["whole", "tokens"] = "whole"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,6 +279,12 @@ class Plan:
     costs: PlanCosts | None = None
     attached: Any = field(default=None, compare=False, repr=False, metadata={"json": False})
     question: Any = field(default=None, compare=False, repr=False, metadata={"json": False})
+
+    @property
+    def slices(self) -> int:
+        """Return into how many slices of tokens activations are cut where they cross stages."""
+        is_sliced = any(layout.borders == "tokens" for layout in self.placements.values())
+        return self.mesh.tp if is_sliced else 1
 
     def to_json(self) -> str:
         """Return readable JSON text."""

@@ -145,6 +145,7 @@ class _Names:
             degree=self.setting.tp,
             axes=dict(decision.axes),
             parameters={states[k]: v for k, v in local.state_placements.items()},
+            borders="tokens" if decision.is_sequence_parallel else "whole",
         )
         return _named(self.layouts, f"{name}/tp{self.setting.tp}", layout)
 

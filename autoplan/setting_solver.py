@@ -12,7 +12,14 @@ from autoplan.frontiers import Decision
 from autoplan.graph import Trace
 from autoplan.search.evaluate import block_options, stage_costs
 from autoplan.search.pipeline import solve_pipeline
-from autoplan.search.problem import SLOWNESS_UNIT, PipelineProblem, PipelineSolution, Run
+from autoplan.search.problem import (
+    SLOWNESS_UNIT,
+    BlockOption,
+    PipelineProblem,
+    PipelineSolution,
+    Run,
+    Status,
+)
 from autoplan.settings import Setting
 from autoplan.stage_ends import even_stage_ends, holders
 
@@ -22,6 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["pipeline_problem", "solve_setting"]
 
 _MAX_REPAIRS = 8
+_GRAIN_BITS = 12  # a stage's time is rounded up by 2**-12 of it at most, 0.025 %
+_ONCE_GRAIN_BITS = 10  # what is paid once a step by 2**-10 of the step at most, 0.1 %
+_MOST_EXACT_BLOCKS = 16
 
 
 def solve_setting(
@@ -34,14 +44,69 @@ def solve_setting(
     model finds a stage above its capacity, the stage gets that much less and the problem is
     solved again, so that what is returned fits exactly.
     """
-    problem, per_call = pipeline_problem(planner, setting)
+    pricer = planner.pricer(setting.microbatch_size)
+    best: PipelineSolution | None = None
+    bounds: list[int] = []
+    for is_sliced in reversed(pricer.borders(setting.tp)):
+        # Whole activations are simpler, so they win where both are as fast.
+        below = cutoff if best is None else best.objective + 1
+        solution = _solve_borders(planner, setting, is_sliced, below, time_limit_s)
+        if solution.status != "infeasible":
+            bounds.append(solution.bound)
+        if solution.options:
+            best = solution
+        elif best is None:
+            without = solution
+    if best is None:
+        status: Status = "unknown" if bounds else "infeasible"
+        return replace(without, status=status, bound=min(bounds, default=without.bound))
+    bound = min(*bounds, best.objective)
+    status = "optimal" if bound == best.objective else "feasible"
+    return replace(best, status=status, bound=bound)
+
+
+def _solve_borders(
+    planner: Planner,
+    setting: Setting,
+    is_sequence_parallel: bool,
+    cutoff: int | None,
+    time_limit_s: float,
+) -> PipelineSolution:
+    """Return the best cuts and options where activations cross the borders of blocks in one way."""
+    problem, per_call = pipeline_problem(planner, setting, is_sequence_parallel)
+    if cutoff is not None:
+        fastest = solve_pipeline(_at_best(problem), cutoff=cutoff, time_limit_s=time_limit_s)
+        if fastest.status == "infeasible":
+            return fastest
     capacities = (_calibrated(planner, setting, problem, per_call), problem.capacity)
     for capacity in dict.fromkeys(capacities):
         start = replace(problem, capacity=capacity)
         solution, is_first = _repaired(planner, setting, start, per_call, cutoff, time_limit_s)
         if solution.options or is_first:
             break
-    return solution
+    return replace(solution, variant=int(is_sequence_parallel))
+
+
+def _at_best(problem: PipelineProblem) -> PipelineProblem:
+    """Return a relaxation without memory, in which every block is at its best in all numbers."""
+    runs = tuple(
+        Run(
+            count=run.count,
+            options=(
+                BlockOption(
+                    forward=min(o.forward + o.backward for o in run.options),
+                    backward=0,
+                    once=min(o.once for o in run.options),
+                    kept=0,
+                    static=0,
+                    working=0,
+                ),
+            ),
+        )
+        for run in problem.runs
+    )
+    none = (0,) * problem.num_stages
+    return replace(problem, runs=runs, fixed=none, capacity=none)
 
 
 def _repaired(
@@ -64,9 +129,11 @@ def _repaired(
         excess = [m.peak - total for m, total in zip(price.memory, totals, strict=True)]
         if max(excess) <= 0:
             return solution, False
+        # Below what this answer takes by the linear memory, or the same answer would come again.
+        linear = [cost.memory for cost in stage_costs(problem, solution.ends, solution.options)]
         capacity = tuple(
-            c - max(0, -(-over // pricer.memory_unit))
-            for c, over in zip(problem.capacity, excess, strict=True)
+            used - -(-over // pricer.memory_unit) if over > 0 else room
+            for room, used, over in zip(problem.capacity, linear, excess, strict=True)
         )
         problem = replace(problem, capacity=capacity)
     none = PipelineSolution(
@@ -105,16 +172,22 @@ def _calibrated(
 
 
 def pipeline_problem(
-    planner: Planner, setting: Setting
+    planner: Planner, setting: Setting, is_sequence_parallel: bool = False
 ) -> tuple[PipelineProblem, list[tuple[Decision, ...]]]:
-    """Return the pipeline problem of a setting, and the decisions of each of its calls."""
+    """Return the pipeline problem of a setting, and the decisions of each of its calls.
+
+    With `is_sequence_parallel` activations cross the borders of blocks, and of stages, as slices
+    of tokens, one per tensor-parallel rank.
+    """
     pricer = planner.pricer(setting.microbatch_size)
     live = setting.live()
     runs: list[Run] = []
     per_call: list[tuple[Decision, ...]] = []
     previous: Any = None
     for call, trace_call in enumerate(pricer.trace.calls):
-        decisions = pricer.decisions(trace_call.block, setting.tp)
+        decisions = pricer.decisions(
+            trace_call.block, setting.tp, is_sequence_parallel=is_sequence_parallel
+        )
         per_call.append(decisions)
         is_last = call == len(pricer.trace.calls) - 1
         options = tuple(
@@ -126,24 +199,32 @@ def pipeline_problem(
         else:
             runs.append(Run(count=1, options=options))
         previous = key
-    return _pipeline(planner, setting, pricer, tuple(runs), live), per_call
+    fastest = [decisions[0] for decisions in per_call]
+    return _pipeline(planner, setting, tuple(runs), fastest, is_sequence_parallel), per_call
 
 
 def _pipeline(
-    planner: Planner, setting: Setting, pricer: Pricer, runs: tuple[Run, ...], live: tuple[int, ...]
+    planner: Planner,
+    setting: Setting,
+    runs: tuple[Run, ...],
+    fastest: Sequence[Decision],
+    is_sliced: bool,
 ) -> PipelineProblem:
+    pricer, live = planner.pricer(setting.microbatch_size), setting.live()
     unit = pricer.memory_unit
     num_calls = len(pricer.trace.calls)
     crossing = max(pricer.trace.crossing_bytes, default=0) if setting.pp > 1 else 0
-    fastest = [pricer.decisions(c.block, setting.tp)[0] for c in pricer.trace.calls]
+    if is_sliced:
+        crossing = -(-crossing // setting.tp)
     side = pricer.side_bytes(range(num_calls), fastest, setting.tp)
+    grain, once_grain = _grains(runs, setting)
     fixed, boundary = [], []
     for stage in range(setting.pp):
         neighbours = (stage > 0) + (stage < setting.pp - 1)
         transfer = crossing * _transfer_copies(setting, stage, live[stage])
         nbytes = side * live[stage] + pricer.batch_bytes(setting) + transfer
         fixed.append(-(-nbytes // unit))
-        seconds = neighbours * _slowest_cut_s(setting, pricer) if neighbours else 0.0
+        seconds = neighbours * _slowest_cut_s(setting, pricer, is_sliced) if neighbours else 0.0
         seconds += 2 * pricer.action_s(setting)
         boundary.append(-int(-seconds // TICK_S))
     return PipelineProblem(
@@ -156,6 +237,8 @@ def _pipeline(
         slowness=_slowness(planner, setting, pricer),
         fixed=tuple(fixed),
         boundary=tuple(boundary),
+        grain=grain,
+        once_grain=once_grain,
         cut_allowed=_even_cuts(pricer.trace, setting.pp) if planner.even_cuts else (),
         anchors=holders(pricer.trace) if setting.pp > 1 else (),
     )
@@ -175,15 +258,29 @@ def _slowness(planner: Planner, setting: Setting, pricer: Pricer) -> tuple[int, 
     )
 
 
+def _grains(runs: Sequence[Run], setting: Setting) -> tuple[int, int]:
+    """Return ticks of a stage's time and once that are not told apart; 1 where blocks are few.
+
+    Long chains have so many mixes of almost equal time that to tell them apart would take longer
+    than a step that is slower by the grain is worth.
+    """
+    if sum(run.count for run in runs) <= _MOST_EXACT_BLOCKS:
+        return 1, 1
+    total = sum(run.count * min(o.forward + o.backward for o in run.options) for run in runs)
+    stage = total // setting.pp
+    step = stage * (setting.num_microbatches + setting.pp - 1)
+    return max(1, stage >> _GRAIN_BITS), max(1, step >> _ONCE_GRAIN_BITS)
+
+
 def _even_cuts(trace: Trace, num_stages: int) -> tuple[bool, ...]:
     """Return which positions between blocks end a stage of `even_stage_ends`."""
     ends = even_stage_ends(trace, num_stages)
     return tuple(position in ends for position in range(1, len(trace.calls)))
 
 
-def _slowest_cut_s(setting: Setting, pricer: Pricer) -> float:
+def _slowest_cut_s(setting: Setting, pricer: Pricer, is_sliced: bool) -> float:
     cuts = range(1, len(pricer.trace.calls))
-    return max((pricer.boundary_s(setting, cut) for cut in cuts), default=0.0)
+    return max((pricer.boundary_s(setting, cut, is_sliced=is_sliced) for cut in cuts), default=0.0)
 
 
 def _transfer_copies(setting: Setting, stage: int, live: int) -> int:

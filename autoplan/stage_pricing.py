@@ -41,10 +41,13 @@ def plan_costs(
             _named(names, _title(pricer, c), block) for c, block in zip(calls, own, strict=True)
         )
         entering, leaving = pricer.crossing(setting, stage, starts)
+        is_sliced = decisions[start].is_sequence_parallel
+        if is_sliced:
+            entering, leaving = -(-entering // setting.tp), -(-leaving // setting.tp)
         stages.append(
             StageCosts(
                 blocks=blocks,
-                send_s=pricer.boundary_s(setting, end, stage=stage)
+                send_s=pricer.boundary_s(setting, end, stage=stage, is_sliced=is_sliced)
                 if stage < setting.pp - 1
                 else 0.0,
                 side_bytes=pricer.side_bytes(range(start, end), decisions[start:end], setting.tp),

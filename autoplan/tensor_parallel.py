@@ -164,6 +164,7 @@ def lower_stage(
                 degree=plan.mesh.tp,
                 rank=rank,
                 group=group,
+                is_sequence_parallel=layout is not None and layout.borders == "tokens",
             )
         lowered[block.call] = cache[key]
     return lowered

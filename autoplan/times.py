@@ -85,7 +85,7 @@ class Timer:
         # it runs ahead of the device, and a block takes the longer of the two (`Pricer`).
         self.host = cluster.device.host if cluster.is_cpu else HostSeconds()
         self.tally = tally or Tally()
-        self._times: dict[tuple[int, str, bool], OpTime] = {}
+        self._times: dict[tuple[int, str, bool], tuple[OpTrace, OpTime]] = {}
         # What-if devices have the name of the one that they were made from.
         is_real = "(scaled:" not in self.device.description
         version = str(torch.__version__)
@@ -135,8 +135,9 @@ class Timer:
                 found = OpTime(forward_s=measured.forward_s, backward_s=measured.backward_s)
             else:
                 found = self._with_host(self._new_time(op, option.gemm_dim, option.is_split), op)
-            self._times[key] = found
-        return self._times[key]
+            # The op is kept, so that no later one can have its id.
+            self._times[key] = (op, found)
+        return self._times[key][1]
 
     def _with_host(self, time: OpTime, op: OpTrace) -> OpTime:
         """Add what the host takes beside the kernels, whose own launch is in their times."""

@@ -158,11 +158,18 @@ def _schedule(plan: Plan) -> Iterator[Violation]:
 
 def _axes(plan: Plan, trace: Trace) -> Iterator[Violation]:
     blocks = {block.name: block for block in trace.blocks}
+    borders = next((layout.borders for layout in plan.placements.values()), "whole")
     for name, layout in plan.placements.items():
         block = blocks.get(layout.block)
         if block is None:
             yield Violation(rule="V4", message=f"layout {name} is for no class of this model")
             continue
+        if layout.borders != borders:
+            yield Violation(
+                rule="V6",
+                message=f"{name} hands activations over as {layout.borders}, other layouts as "
+                f"{borders}",
+            )
         ops = {op.name: op for op in block.ops}
         for op_name, axis in layout.axes.items():
             options = {o.axis: o for o in ops[op_name].options} if op_name in ops else {}

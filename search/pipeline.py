@@ -35,6 +35,7 @@ from autoplan.search.evaluate import (
     cut_positions,
     option_numbers,
     pipeline_objective,
+    rounded_up,
     stage_costs,
     verify_pipeline_problem,
 )
@@ -166,7 +167,9 @@ def _interval_bounds(problem: PipelineProblem) -> NDArray[np.int64]:
     for stage, live in enumerate(problem.live):
         room = problem.capacity[stage] - problem.fixed[stage]
         if (live, room) not in known:
-            known[live, room] = stage_time_bounds(blocks, live, room)
+            exact = stage_time_bounds(blocks, live, room)
+            rounded = rounded_up(exact, problem.grain)
+            known[live, room] = np.where(exact < UNREACHABLE, rounded, UNREACHABLE)
         may_start = is_cut if stage > 0 else ends == 0
         may_end = is_cut if stage < last else ends == size - 1
         allowed = may_start[:, None] & may_end[None, :] & long_enough

@@ -124,7 +124,9 @@ class PipelineProblem:
     """Level 2: cut a chain of blocks into stages and choose an option for every block.
 
     minimise   sum_s t[s] + (num_microbatches - 1) * max_s t[s] + max_s once[s] + constant
-    where      t[s] = slowness[s] * (forward + backward of the stage's blocks) + boundary[s]
+    where      t[s] = slowness[s] * (forward + backward of the stage's blocks, rounded up to
+                      `grain`) + boundary[s]
+               once[s] = that of the stage's blocks, rounded up to `once_grain`
     subject to static + live[s] * kept + max working + fixed[s] <= capacity[s]   for every stage s
 
     Attributes:
@@ -142,6 +144,7 @@ class PipelineProblem:
         min_blocks: least blocks per stage.
         slowness: per stage by how much its device is slower than the one whose times the options
             have, in units of 1 / `SLOWNESS_UNIT`; empty: all are as fast.
+        grain, once_grain: ticks that count as no difference between stages.
         anchors: per block whether it can make a stage: every stage must have one that can; empty:
             every block can.
     """
@@ -156,6 +159,8 @@ class PipelineProblem:
     cut_allowed: tuple[bool, ...] = ()
     together: tuple[tuple[int, ...], ...] = ()
     min_blocks: int = 1
+    grain: int = 1
+    once_grain: int = 1
     anchors: tuple[bool, ...] = ()
     slowness: tuple[int, ...] = ()
 
@@ -183,6 +188,7 @@ class PipelineSolution:
         options: per block the index of its option; within a run and a stage, blocks with the
             smaller index come first.
         objective: ticks; `bound` is proven: no solution is below it.
+        variant: which one of the caller's problems it solves, where there are several.
     """
 
     status: Status
@@ -190,3 +196,4 @@ class PipelineSolution:
     options: tuple[int, ...]
     objective: int
     bound: int
+    variant: int = 0

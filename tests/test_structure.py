@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parent.parent
 # The layers in the order in which the data flows; a module imports only its own and lower ones,
 # where it is imported (not only named for types, and not inside a function).
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "units", "compat"),
+    ("errors", "units", "compat", "mask_causality"),
     ("codec",),
     ("profiles", "search"),
     ("schedules", "stage_costs", "timeline", "nodes", "meshes"),
@@ -123,7 +123,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "emitter",
     ),
     ("training", "op_runner", "op_profiler"),
-    ("bundler", "script_text", "script_writer", "framework_configs", "dry_runner"),
+    ("bundler", "script_text", "script_writer", "framework_configs", "dry_runner", "twins"),
     ("planning_commands", "checking_commands", "running_commands"),
     ("cli",),
 )
