@@ -61,7 +61,7 @@ def static_reason(planner: Planner, setting: Setting) -> str | None:
     without activations; and the layout must be one that can be run.
     """
     trace = planner.smallest_trace()
-    unrunnable = layout_reason(planner, setting)
+    unrunnable = layout_reason(planner, setting) or _unlike_reason(planner, setting)
     if unrunnable is not None:
         return unrunnable
     if setting.offload != "none":
@@ -75,12 +75,28 @@ def static_reason(planner: Planner, setting: Setting) -> str | None:
             sizes[canonical.get(fqn, fqn)] = int(state.nbytes * ratio * factor)
     shards = setting.shards
     need = sum(sizes.values()) // (shards * setting.tp * setting.pp)
-    if need <= planner.cluster.capacity_bytes:
+    capacity = _most_bytes(planner, setting)
+    if need <= capacity:
         return None
     return (
         f"parameters and optimizer state alone need {format_bytes(need)} a device, it has "
-        f"{format_bytes(planner.cluster.capacity_bytes)}"
+        f"{format_bytes(capacity)}"
     )
+
+
+def _unlike_reason(planner: Planner, setting: Setting) -> str | None:
+    """Return why a setting would put unlike devices into one stage, or None."""
+    try:
+        for stage in range(setting.pp):
+            planner.cluster.on_stage(setting, stage)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _most_bytes(planner: Planner, setting: Setting) -> int:
+    """Return the most bytes that a stage of the setting may use on a device."""
+    return max(planner.cluster.on_stage(setting, s).capacity_bytes for s in range(setting.pp))
 
 
 def blocks_bound(planner: Planner, setting: Setting) -> Refinement:
@@ -117,7 +133,7 @@ def _border_bound(planner: Planner, setting: Setting, is_sequence_parallel: bool
         once += count * least.once
         static += count * least.static
     unit = pricer.memory_unit
-    capacity = planner.cluster.capacity_bytes // unit
+    capacity = _most_bytes(planner, setting) // unit
     if static > capacity * setting.pp:
         need = static * unit // setting.pp
         return Refinement(

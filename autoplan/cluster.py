@@ -12,44 +12,43 @@ from functools import lru_cache
 from pathlib import Path
 
 from autoplan import codec
-from autoplan.meshes import HasDegrees, stride_of
+from autoplan.meshes import HasDegrees, ranks_of_stage, stride_of
 from autoplan.nodes import NODES
 from autoplan.profiles.catalog import load_profile
 from autoplan.profiles.device import DeviceProfile
 from autoplan.profiles.link import LinkProfile
 from autoplan.units import format_bytes, parse_bytes
 
-__all__ = ["Cluster"]
+__all__ = ["Cluster", "NodeGroup"]
 
 _FORMS = (
     "write '4x8:a100_sxm_80gb' (nodes x GPUs per node : profile), '8:h100', '16:dgx_h100' (nodes : "
     "preset), or a YAML file"
 )
-_YAML_KEYS = (
-    "num_nodes",
-    "node",
-    "gpus_per_node",
-    "device",
-    "device_memory",
-    "reserve",
-    "intra",
-    "inter",
-)
-_LINK_KEYS = ("latency_s", "bytes_per_s", "setup_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGroup:
+    """Nodes of one type, with consecutive ranks."""
+
+    num_nodes: int
+    device: DeviceProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Equal devices in equal nodes.
+    """Nodes of equally many devices; equal devices unless there are `slower` ones.
 
     Attributes:
-        num_nodes: nodes, at least 1.
+        num_nodes: nodes, at least 1, slower ones included.
         gpus_per_node: devices in each node, at least 1.
-        device: the profile of every device.
+        device: the profile of every device, or of those of the first nodes.
         intra: link between two devices of a node.
         inter: link of one device to another node.
         device_memory_bytes: memory to plan with instead of the profile's; None: the profile's.
         reserve_bytes: reserve to plan with instead of the profile's; None: the profile's.
+        slower: the last nodes, where their devices are of other types, none faster than `device`.
+            Links are the same for all.
     """
 
     num_nodes: int
@@ -59,12 +58,20 @@ class Cluster:
     inter: LinkProfile
     device_memory_bytes: int | None = None
     reserve_bytes: int | None = None
+    slower: tuple[NodeGroup, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "gpus_per_node"):
             value = getattr(self, name)
             if value < 1:
                 raise ValueError(f"{name}: must be at least 1, got {value}")
+        if sum(group.num_nodes for group in self.slower) >= self.num_nodes:
+            raise ValueError(
+                f"slower nodes are {sum(g.num_nodes for g in self.slower)} of {self.num_nodes}: "
+                "at least one must be of the first type"
+            )
+        for group in self.slower:
+            _check_slower(group, self.device)
         if self.device_memory_bytes is not None and self.device_memory_bytes <= 0:
             raise ValueError(
                 f"device_memory_bytes: must be above 0, got {self.device_memory_bytes}"
@@ -176,7 +183,46 @@ class Cluster:
         return codec.dumps(self)
 
     def __str__(self) -> str:
-        return f"{self.num_nodes}x{self.gpus_per_node}:{self.device.name}"
+        return " + ".join(
+            f"{group.num_nodes}x{self.gpus_per_node}:{group.device.name}" for group in self.groups
+        )
+
+    @property
+    def groups(self) -> tuple[NodeGroup, ...]:
+        """Return the nodes by type, in the order of their ranks."""
+        first = self.num_nodes - sum(group.num_nodes for group in self.slower)
+        return (NodeGroup(num_nodes=first, device=self.device), *self.slower)
+
+    def on_stage(self, mesh: HasDegrees, stage: int) -> Cluster:
+        """Return the cluster as a pipeline stage sees it: as if all devices were of its type.
+
+        Raises:
+            ValueError: its ranks are of several types; says which degrees would do.
+        """
+        if not self.slower:
+            return self
+        found = self._types_of_stage(mesh, stage)
+        if len(found) > 1:
+            sizes = " + ".join(str(g.num_nodes * self.gpus_per_node) for g in self.groups)
+            raise ValueError(
+                f"stage {stage} of dp={mesh.dp} tp={mesh.tp} pp={mesh.pp} would lie on "
+                f"{' and '.join(self.groups[i].device.name for i in found)}: data and tensor "
+                f"parallel ranks must be alike, so dp * tp must divide each of {sizes} devices, "
+                "in the order tp-dp-pp"
+            )
+        return replace(self, device=self.groups[found[0]].device, slower=())
+
+    def on_slowest(self) -> Cluster:
+        """Return the cluster as if all its devices were of the last, slowest type."""
+        return replace(self, device=self.groups[-1].device, slower=())
+
+    def _types_of_stage(self, mesh: HasDegrees, stage: int) -> list[int]:
+        ends: list[int] = []
+        for group in self.groups:
+            before = ends[-1] if ends else 0
+            ends.append(before + group.num_nodes * self.gpus_per_node)
+        ranks = ranks_of_stage(stage, mesh)
+        return sorted({next(i for i, end in enumerate(ends) if rank < end) for rank in ranks})
 
     @property
     def world_size(self) -> int:
@@ -271,6 +317,18 @@ def _crosses(gpus: int, world: int, stride: int, pp: int, stage: int | None) -> 
         for start in starts
         for s in stages
     )
+
+
+def _check_slower(group: NodeGroup, device: DeviceProfile) -> None:
+    if group.num_nodes < 1:
+        raise ValueError(f"slower.num_nodes: must be at least 1, got {group.num_nodes}")
+    shared = device.peak_flops_per_s.keys() & group.device.peak_flops_per_s.keys()
+    faster = [d for d in shared if group.device.peak_flops_per_s[d] > device.peak_flops_per_s[d]]
+    if not shared or len(faster) == len(shared):
+        raise ValueError(
+            f"{group.device.name} is faster than {device.name} or shares no dtype with it: name "
+            "the nodes with the fastest devices first, in `device`"
+        )
 
 
 def _existing(link: LinkProfile | None) -> LinkProfile:

@@ -6,6 +6,8 @@ gpus_per_node: 8
 device: h100_sxm_80gb        # name of a profile, or a path ending in .json
 device_memory: 70GiB         # optional, as are all below: bytes, or text
 reserve: 2GiB
+slower:                      # more nodes, of other devices, none faster; their ranks come last
+  - {num_nodes: 2, device: a100_sxm_80gb}
 intra: {latency_s: 2e-6, bytes_per_s: 360e9, setup_s: 1e-5, interference: 1.1}
 inter:
   latency_s: 5e-6
@@ -21,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autoplan.cluster import Cluster
+from autoplan.cluster import Cluster, NodeGroup
 from autoplan.nodes import NODES
 from autoplan.profiles.catalog import load_profile
 from autoplan.profiles.device import DeviceProfile
@@ -38,6 +40,7 @@ _YAML_KEYS = (
     "device",
     "device_memory",
     "reserve",
+    "slower",
     "intra",
     "inter",
 )
@@ -69,13 +72,28 @@ def read_cluster(path: Path) -> Cluster:
             device, intra=links["intra"] or device.intra, inter=links["inter"] or device.inter
         )
         cluster = Cluster.from_device(device, num_nodes=num_nodes, gpus_per_node=gpus)
+        slower = _slower(path, document)
         return replace(
             cluster,
+            num_nodes=num_nodes + sum(group.num_nodes for group in slower),
+            slower=slower,
             device_memory_bytes=_size(document, "device_memory"),
             reserve_bytes=_size(document, "reserve"),
         )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _slower(path: Path, document: Mapping[str, Any]) -> tuple[NodeGroup, ...]:
+    listed = document.get("slower", [])
+    if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
+        raise ValueError("slower: must be a list of mappings with num_nodes and device")
+    found = []
+    for number, item in enumerate(listed):
+        _check_keys(f"slower[{number}]", item, ("num_nodes", "device"), ("num_nodes", "device"))
+        count = _whole(f"slower[{number}].num_nodes", item["num_nodes"])
+        found.append(NodeGroup(num_nodes=count, device=load_profile(str(item["device"]))))
+    return tuple(found)
 
 
 def _node_of(path: Path, document: Mapping[str, Any]) -> tuple[int, DeviceProfile]:

@@ -158,6 +158,7 @@ class Pricer:
     _shared: dict[int, frozenset[str]] | None = None
     _options: dict[tuple[object, ...], BlockOption] = field(default_factory=dict)
     _held: list[frozenset[str]] | None = None
+    _by_device: dict[str, Pricer] = field(default_factory=dict)
 
     def decisions(
         self, block: int, tp: int, *, is_sequence_parallel: bool = False
@@ -706,6 +707,43 @@ class Pricer:
             nbytes, setting, self.workload, self.cluster, stage=stage, is_sliced=is_sliced
         )
 
+    def on_stage(self, setting: Setting, stage: int) -> Pricer:
+        """Return the pricer of a stage's own type of device; this one where all are alike.
+
+        Ranks of a stage on several types wait for the slowest.
+        """
+        if not self.cluster.slower:
+            return self
+        try:
+            own = self.cluster.on_stage(setting, stage)
+        except ValueError:
+            own = self.cluster.on_slowest()
+        if own.device.name not in self._by_device:
+            self._by_device[own.device.name] = Pricer(
+                trace=self.trace,
+                cluster=own,
+                workload=self.workload,
+                recompute=self.recompute,
+                tally=self.tally,
+                frontiers=self.frontiers,
+            )
+        return self._by_device[own.device.name]
+
+    def slowness(self, setting: Setting, stage: int) -> float:
+        """Return how many times longer a stage's type takes for all blocks than the first type."""
+        own = self.on_stage(setting, stage)
+        if own.cluster.device is self.cluster.device:
+            return 1.0
+        calls = [
+            (call, self.plain_decision(trace_call.block, setting.tp))
+            for call, trace_call in enumerate(self.trace.calls)
+        ]
+        own_s, first_s = (
+            sum(p.forward_s + p.backward_s for p in (x.price(c, d, setting) for c, d in calls))
+            for x in (own, self)
+        )
+        return max(1.0, own_s / first_s)
+
     def action_s(self, setting: Setting) -> float:
         """Return seconds of the host in a forward or a backward of a pipeline stage, ops apart."""
         return self.timer(setting.tp).host.pipeline_action if setting.pp > 1 else 0.0
@@ -731,7 +769,8 @@ class Pricer:
         m = setting.num_microbatches
         slowest: tuple[float, dict[str, float]] = (-1.0, {})
         for stage, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            prices = [self.price(c, decisions[c], setting) for c in range(start, end)]
+            own = self.on_stage(setting, stage)
+            prices = [own.price(c, decisions[c], setting) for c in range(start, end)]
             transfer = self._stage_transfer_s(setting, stage, starts, decisions)
             seconds = sum(p.forward_s + p.backward_s for p in prices) + transfer
             stage_s.append(seconds)
@@ -739,7 +778,7 @@ class Pricer:
             by_category = _summed(p.by_category for p in prices)
             if seconds > slowest[0]:
                 slowest = (seconds, {**by_category, "pipeline": transfer})
-            memories.append(self._stage_memory(setting, stage, starts, ends, decisions))
+            memories.append(own._stage_memory(setting, stage, starts, ends, decisions))
         pipeline_s = pipeline_step_s(stage_s, setting)
         step = pipeline_s + max(once)
         for name, seconds in slowest[1].items():
@@ -747,7 +786,8 @@ class Pricer:
         totals["pipeline"] += pipeline_s - m * max(stage_s)
         index = once.index(max(once))
         calls = range(starts[index], ends[index])
-        parts = _summed(self.price(c, decisions[c], setting).once_by_category for c in calls)
+        last = self.on_stage(setting, index)
+        parts = _summed(last.price(c, decisions[c], setting).once_by_category for c in calls)
         for name, seconds in parts.items():
             totals[name] += seconds
         return PlanPrice(

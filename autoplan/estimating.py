@@ -196,6 +196,8 @@ def estimate(
         offload=offload,
     )
     setting = _placed(setting, dp_replicate, axis_order)
+    clusters = [planner.cluster.on_stage(setting, stage) for stage in range(pp)]
+    totals = tuple(cluster.total_bytes for cluster in clusters)
     trace = planner.trace(microbatch_size)
     ends = _ends(trace, stage_ends, pp)
     is_ruled = tensor_layout == "megatron" and tp > 1
@@ -224,7 +226,7 @@ def estimate(
             pricer, setting, ends, decisions, is_expandable=allocator == "expandable"
         )
     if not is_emitted or traces is not None:
-        return _priced(planner, pricer.plan_price(setting, ends, decisions), reserved)
+        return _priced(pricer.plan_price(setting, ends, decisions), totals, reserved)
     record = SearchRecord(status="priced", objective_s=0.0, bound_s=0.0, gap=0.0, wall_time_s=0.0)
     plan = planner.write(setting, ends, decisions, record)
     predicted = plan.predicted
@@ -234,8 +236,7 @@ def estimate(
         memory_by_category=predicted.memory_by_category,
         time_by_category=predicted.time_by_category,
         capacity_bytes=predicted.capacity_bytes,
-        fits=max(predicted.peak_memory_bytes) <= predicted.capacity_bytes
-        and all(stage.fits for stage in reserved),
+        fits=_fits(predicted.peak_memory_bytes, totals) and all(s.fits for s in reserved),
         written=plan,
         reserved_memory_bytes=tuple(stage.reserved for stage in reserved) or None,
     )
@@ -350,16 +351,19 @@ def _with_recompute(
     return replace(decision, recompute=recompute(block))
 
 
-def _priced(planner: Planner, price: PlanPrice, reserved: tuple[Reserved, ...]) -> Estimate:
+def _fits(peaks: Sequence[int], totals: Sequence[int]) -> bool:
+    return all(peak <= total for peak, total in zip(peaks, totals, strict=True))
+
+
+def _priced(price: PlanPrice, totals: tuple[int, ...], reserved: tuple[Reserved, ...]) -> Estimate:
     peaks = tuple(stage.peak for stage in price.memory)
-    capacity = planner.cluster.total_bytes
     return Estimate(
         step_time_s=price.step_time_s,
         peak_memory_bytes=peaks,
         memory_by_category=tuple(stage.by_category for stage in price.memory),
         time_by_category=price.time_by_category,
-        capacity_bytes=capacity,
-        fits=max(peaks) <= capacity and all(stage.fits for stage in reserved),
+        capacity_bytes=min(totals),
+        fits=_fits(peaks, totals) and all(stage.fits for stage in reserved),
         written=None,
         reserved_memory_bytes=tuple(stage.reserved for stage in reserved) or None,
     )

@@ -6,12 +6,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from autoplan.cluster import Cluster
 from autoplan.costs import TICK_S, Pricer
 from autoplan.frontiers import Decision
 from autoplan.graph import Trace
 from autoplan.search.evaluate import block_options, stage_costs
 from autoplan.search.pipeline import solve_pipeline
-from autoplan.search.problem import BlockOption, PipelineProblem, PipelineSolution, Run, Status
+from autoplan.search.problem import (
+    SLOWNESS_UNIT,
+    BlockOption,
+    PipelineProblem,
+    PipelineSolution,
+    Run,
+    Status,
+)
 from autoplan.settings import Setting
 from autoplan.stage_ends import even_stage_ends, holders
 
@@ -117,7 +125,8 @@ def _repaired(
             return solution, attempt == 0
         chosen = [d[o] for d, o in zip(per_call, solution.options, strict=True)]
         price = pricer.plan_price(setting, solution.ends, chosen)
-        excess = [m.peak - planner.cluster.total_bytes for m in price.memory]
+        totals = [cluster.total_bytes for cluster in stage_clusters(planner.cluster, setting)]
+        excess = [m.peak - total for m, total in zip(price.memory, totals, strict=True)]
         if max(excess) <= 0:
             return solution, False
         # Below what this answer takes by the linear memory, or the same answer would come again.
@@ -152,8 +161,10 @@ def _calibrated(
     linear = [cost.memory for cost in stage_costs(problem, ends, leanest)]
     chosen = [d[o] for d, o in zip(per_call, leanest, strict=True)]
     price = pricer.plan_price(setting, ends, chosen)
-    reserve = planner.cluster.reserved_bytes
-    exact = [-(-(m.peak - reserve) // pricer.memory_unit) for m in price.memory]
+    exact = [
+        -(-(m.peak - cluster.reserved_bytes) // pricer.memory_unit)
+        for m, cluster in zip(price.memory, stage_clusters(planner.cluster, setting), strict=True)
+    ]
     return tuple(
         capacity + max(0, have - need)
         for capacity, have, need in zip(problem.capacity, linear, exact, strict=True)
@@ -220,13 +231,30 @@ def _pipeline(
         runs=runs,
         num_microbatches=setting.num_microbatches,
         live=live,
-        capacity=(planner.cluster.capacity_bytes // unit,) * setting.pp,
+        capacity=tuple(
+            cluster.capacity_bytes // unit for cluster in stage_clusters(planner.cluster, setting)
+        ),
+        slowness=_slowness(planner, setting, pricer),
         fixed=tuple(fixed),
         boundary=tuple(boundary),
         grain=grain,
         once_grain=once_grain,
         cut_allowed=_even_cuts(pricer.trace, setting.pp) if planner.even_cuts else (),
         anchors=holders(pricer.trace) if setting.pp > 1 else (),
+    )
+
+
+def stage_clusters(cluster: Cluster, setting: Setting) -> tuple[Cluster, ...]:
+    """Return the cluster as each stage sees it."""
+    return tuple(cluster.on_stage(setting, stage) for stage in range(setting.pp))
+
+
+def _slowness(planner: Planner, setting: Setting, pricer: Pricer) -> tuple[int, ...]:
+    """Return per stage the time of its type of device, relative to the first; empty if alike."""
+    if not planner.cluster.slower:
+        return ()
+    return tuple(
+        round(SLOWNESS_UNIT * pricer.slowness(setting, stage)) for stage in range(setting.pp)
     )
 
 

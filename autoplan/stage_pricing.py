@@ -30,9 +30,10 @@ def plan_costs(
     stages = []
     for stage, (start, end) in enumerate(zip(starts, ends, strict=True)):
         calls = range(start, end)
+        on_stage = pricer.on_stage(setting, stage)
         sizes = pricer.stage_blocks(calls, decisions[start:end], setting)
         own = [
-            BlockCosts(seconds=_seconds(pricer, setting, c, decisions[c]), bytes=nbytes)
+            BlockCosts(seconds=_seconds(on_stage, setting, c, decisions[c]), bytes=nbytes)
             for c, nbytes in zip(calls, sizes, strict=True)
         ]
         own[0] = _with_action(own[0], pricer.action_s(setting))

@@ -228,11 +228,12 @@ def _memory(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
                 rule="V11",
                 message=f"stage {stage}: categories add up to {sum(parts.values())}, not {peak}",
             )
-        if plan.search.status != "priced" and peak > cluster.total_bytes:
+        total = cluster.on_stage(plan.mesh, stage).total_bytes
+        if plan.search.status != "priced" and peak > total:
             yield Violation(
                 rule="V11",
                 message=f"stage {stage} needs {format_bytes(peak)}, {cluster} leaves "
-                f"{format_bytes(cluster.total_bytes)}",
+                f"{format_bytes(total)}",
             )
 
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from autoplan.search.evaluate import rounded_up
 from autoplan.search.partition import UNREACHABLE, Columns
-from autoplan.search.problem import PipelineProblem, Run
+from autoplan.search.problem import SLOWNESS_UNIT, PipelineProblem, Run
 from autoplan.search.stage import solve_stage
 
 __all__ = ["Column", "StageKey", "StageTable", "stage_runs"]
@@ -83,7 +83,11 @@ class StageTable:
     def columns(self) -> Columns:
         """Return every column at every place, as the cut programme takes them."""
         rows = [
-            (*place, column.time + self.problem.boundary[place[0]], column.least_once)
+            (
+                *place,
+                self.problem.on_stage(column.time, place[0]) + self.problem.boundary[place[0]],
+                column.least_once,
+            )
             for key, places in self._places.items()
             for place in places
             for column in self._columns[key]
@@ -161,7 +165,7 @@ class StageTable:
         ]
         self._columns[key] = [
             Column(
-                time=int(self.time[place]) - self.problem.boundary[stage],
+                time=self._own_time(stage, int(self.time[place])),
                 least_once=int(self.once[start, end]),
                 most_once=rounded_up(
                     sum(
@@ -175,6 +179,13 @@ class StageTable:
         self._places[key] = [own for own in places if self.time[own] < UNREACHABLE]
         for own in self._places[key]:
             self.time[own] = UNREACHABLE
+
+    def _own_time(self, stage: int, time: int) -> int:
+        """Return ticks of the options' device that take no longer than `time` does on a stage's."""
+        own = time - self.problem.boundary[stage]
+        if not self.problem.slowness:
+            return own
+        return max(0, own - 1) * SLOWNESS_UNIT // self.problem.slowness[stage]
 
 
 def stage_runs(problem: PipelineProblem, counts: Sequence[int]) -> list[Run]:

@@ -81,9 +81,11 @@ def solve_by_counting(
     """Return the solution of least objective, with the arguments and statuses of `solve_pipeline`.
 
     Raises:
-        ValueError: if the problem is malformed.
+        ValueError: if the problem is malformed, or its stages are on unlike devices.
     """
     verify_pipeline_problem(problem)
+    if problem.slowness:
+        raise ValueError("the counting programme knows alike stages only: leave slowness empty")
     built = _CountingModel(problem=problem)
     for stage in range(problem.num_stages - 1):
         _add_end(built, stage)

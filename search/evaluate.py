@@ -14,7 +14,13 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.search.problem import BlockOption, ChoiceProblem, Link, PipelineProblem
+from autoplan.search.problem import (
+    SLOWNESS_UNIT,
+    BlockOption,
+    ChoiceProblem,
+    Link,
+    PipelineProblem,
+)
 
 _Number = TypeVar("_Number", int, "NDArray[np.int64]")
 
@@ -100,7 +106,9 @@ def stage_costs(
         held = sum(block.static + problem.live[stage] * block.kept for block in own)
         costs.append(
             StageCost(
-                time=rounded_up(sum(block.forward + block.backward for block in own), problem.grain)
+                time=problem.on_stage(
+                    rounded_up(sum(b.forward + b.backward for b in own), problem.grain), stage
+                )
                 + problem.boundary[stage],
                 once=rounded_up(sum(block.once for block in own), problem.once_grain),
                 memory=held
@@ -173,7 +181,8 @@ def verify_pipeline_problem(problem: PipelineProblem) -> None:
     Rules: (1) every run has a block and an option; (2) times and memories are at least 0; (3) the
     tuples per stage are equally long; (4) `cut_allowed` is empty or has one entry per position;
     (5) `together` names blocks that exist; (6) `num_microbatches`, `min_blocks` and the grains are
-    at least 1; (7) `anchors` is empty or has one entry per block, the same within a run.
+    at least 1; (7) `anchors` is empty or has one entry per block, the same within a run; (8)
+    `slowness` is empty or has one entry per stage, none below 1.
 
     Raises:
         ValueError: naming the rule's subject, what was got and what is allowed.
@@ -208,6 +217,12 @@ def verify_pipeline_problem(problem: PipelineProblem) -> None:
         raise ValueError(
             f"anchors has {len(problem.anchors)} entries for {problem.num_blocks} blocks: give it "
             "one per block, or none"
+        )
+    is_per_stage = len(problem.slowness) in (0, problem.num_stages)
+    if not is_per_stage or any(s < SLOWNESS_UNIT for s in problem.slowness):
+        raise ValueError(
+            f"slowness is {problem.slowness}: give it one number of at least {SLOWNESS_UNIT} per "
+            f"stage, {problem.num_stages} of them, or none"
         )
     first = 0
     for index, run in enumerate(problem.runs):

@@ -40,7 +40,14 @@ from autoplan.search.evaluate import (
     verify_pipeline_problem,
 )
 from autoplan.search.partition import UNREACHABLE, best_partition
-from autoplan.search.problem import BlockOption, PipelineProblem, PipelineSolution, Run, Status
+from autoplan.search.problem import (
+    SLOWNESS_UNIT,
+    BlockOption,
+    PipelineProblem,
+    PipelineSolution,
+    Run,
+    Status,
+)
 from autoplan.search.stage import stage_time_bounds
 
 __all__ = ["solve_pipeline"]
@@ -166,7 +173,11 @@ def _interval_bounds(problem: PipelineProblem) -> NDArray[np.int64]:
         may_start = is_cut if stage > 0 else ends == 0
         may_end = is_cut if stage < last else ends == size - 1
         allowed = may_start[:, None] & may_end[None, :] & long_enough
-        bounds = np.minimum(known[live, room] + problem.boundary[stage], UNREACHABLE)
+        own = known[live, room]
+        if problem.slowness:
+            slowed = -(-own * problem.slowness[stage] // SLOWNESS_UNIT)
+            own = np.where(own < UNREACHABLE, slowed, UNREACHABLE)
+        bounds = np.minimum(own + problem.boundary[stage], UNREACHABLE)
         stages.append(np.where(allowed, bounds, UNREACHABLE))
     return np.stack(stages)
 

@@ -12,7 +12,13 @@ from autoplan.search.counting import solve_by_counting
 from autoplan.search.evaluate import cut_positions, pipeline_objective, stage_costs
 from autoplan.search.exhaustive import best_pipeline
 from autoplan.search.pipeline import solve_pipeline
-from autoplan.search.problem import BlockOption, PipelineProblem, PipelineSolution, Run
+from autoplan.search.problem import (
+    SLOWNESS_UNIT,
+    BlockOption,
+    PipelineProblem,
+    PipelineSolution,
+    Run,
+)
 from tests.search.profiles import few, many
 from tests.strategies import pipeline_problems
 
@@ -50,6 +56,27 @@ def test_pipeline_equals_exhaustive_search(problem: PipelineProblem) -> None:
     assert pipeline_objective(problem, costs) == expected
     assert all(cost.memory <= room for cost, room in zip(costs, problem.capacity, strict=True))
     assert set(got.ends[:-1]) <= set(cut_positions(problem))
+
+
+@few
+@given(problem=pipeline_problems(), data=st.data())
+def test_stages_on_slower_devices_equal_exhaustive_search(
+    problem: PipelineProblem, data: st.DataObject
+) -> None:
+    stages = problem.num_stages
+    slow = st.lists(st.integers(SLOWNESS_UNIT, 4 * SLOWNESS_UNIT), min_size=stages, max_size=stages)
+    problem = replace(problem, slowness=tuple(data.draw(slow)))
+    expected = best_pipeline(problem)
+    got = solve(problem)
+    wanted = ("infeasible", 0) if expected is None else ("optimal", expected)
+    assert (got.status, got.objective) == wanted
+
+
+def test_a_device_of_half_the_speed_gets_half_the_blocks() -> None:
+    problem = replace(chain([10] * 12, 2), slowness=(SLOWNESS_UNIT, 2 * SLOWNESS_UNIT))
+    assert solve(problem).ends == (8, 12)
+    with pytest.raises(ValueError, match="slowness is"):
+        solve(replace(problem, slowness=(SLOWNESS_UNIT,)))
 
 
 def test_options_that_differ_in_once_are_traded_against_time() -> None:
