@@ -142,15 +142,24 @@ def bind_call(
     localise: Sequence[Localise | None],
     device: torch.device,
     autocast: torch.dtype | None = None,
+    compiler: str | None = None,
 ) -> BoundCall:
-    """Return a (lowered) block graph bound to the states `fqns` of a stage's root."""
+    """Return a (lowered) block graph bound to the states `fqns` of a stage's root.
+
+    A backend of `torch.compile` as `compiler` compiles what runs inside a recomputed region, not
+    the region: checkpointing then restores random state around it, which compiled code around a
+    checkpoint does not on every version.
+    """
     kept = None
     if mode == "selective":
         kept = keep_plan(graph.ops, keep, is_autocast=autocast is not None)
     compiled = compile_graph(graph, device, is_marked=kept is not None)
     cloned, changed = written_places(graph) if runs_again(mode) else ((), ())
+    function = compiled.function
+    if compiler is not None and kept is None:
+        function = torch.compile(function, backend=compiler, dynamic=False)
     return BoundCall(
-        compiled.function,
+        function,
         [find_state(root, fqn) for fqn in fqns],
         localise,
         mode=mode,

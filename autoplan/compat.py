@@ -1,7 +1,7 @@
 """Every private torch interface that the emitter uses, each probed when it is imported.
 
-Tried on torch 2.13; a version without one of these names fails here, at import, by name. What only
-the capture uses is left as it is where it is missing.
+Tried on torch 2.11 to 2.13; a version without one of these names fails here, at import, by name.
+What only the capture uses is left as it is where it is missing.
 """
 
 from __future__ import annotations
@@ -52,8 +52,14 @@ _all_reduce_coalesced = _probe(dist.ProcessGroup, "allreduce_coalesced")
 _strided_shard = _probe(placement_types, "_StridedShard")
 _replicate = _probe(replicate_with_fsdp, "replicate")
 _flatten = _probe(DeviceMesh, "_flatten")
-_setup_forward_recv_info = _probe(PipelineStage, "_setup_forward_recv_info")
-_setup_backward_recv_info = _probe(PipelineStage, "_setup_backward_recv_info")
+# The methods that make a stage's receive buffers: torch 2.12 and later, and 2.11.
+_IS_LATER = hasattr(PipelineStage, "_setup_forward_recv_info")
+_make_activations = _probe(
+    PipelineStage, "_setup_forward_recv_info" if _IS_LATER else "_prepare_forward_infra"
+)
+_make_gradients = _probe(
+    PipelineStage, "_setup_backward_recv_info" if _IS_LATER else "_prepare_backward_infra"
+)
 
 
 def flatten_axes(mesh: DeviceMesh, name: str) -> None:
@@ -265,15 +271,25 @@ class RingStage(PipelineStage):
         self._warmup = num_stages - stage_index if schedule == "1f1b" else None
         self._is_1f1b = schedule == "1f1b"
 
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+    def _make_ring(self, num_microbatches: int, *rest: Any) -> Any:
+        """Make the receive buffers of activations."""
         ring = num_microbatches if self._warmup is None else min(self._warmup, num_microbatches)
-        _setup_forward_recv_info(self, ring, has_backward)
+        made = _make_activations(self, ring, *rest)
         for chunk in range(ring, num_microbatches):
             self.args_recv_info[chunk] = self.args_recv_info[chunk % ring]
+        return made
 
-    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+    def _make_gradient_ring(self, num_microbatches: int) -> None:
+        """Make the receive buffers of gradients."""
         ring = min(2, num_microbatches) if self._is_1f1b else num_microbatches
-        _setup_backward_recv_info(self, ring)
+        _make_gradients(self, ring)
         self.chunks = num_microbatches
         for chunk in range(ring, num_microbatches):
             self.grad_recv_info[chunk] = self.grad_recv_info[chunk % ring]
+
+
+for _method, _ring in (
+    (_make_activations, RingStage._make_ring),
+    (_make_gradients, RingStage._make_gradient_ring),
+):
+    setattr(RingStage, _method.__name__, _ring)

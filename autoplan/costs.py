@@ -308,7 +308,10 @@ class Pricer:
         """Return the seconds of each op; a joint kernel counts with its first."""
         timer = self.timer(tp, is_glue=local.block.is_glue)
         times = {op.name: timer.op_time(op) for op in local.ops}
-        for kernel in fused_kernels(local) if self.workload.is_compiled else ():
+        is_compiled = self.workload.is_compiled and (
+            self.workload.engine.compiles_glue or not local.block.is_glue
+        )
+        for kernel in fused_kernels(local) if is_compiled else ():
             if len(kernel.ops) > 1:
                 times |= dict.fromkeys(kernel.ops, OpTime(forward_s=0.0, backward_s=0.0))
                 times[kernel.ops[0]] = OpTime(

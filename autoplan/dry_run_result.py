@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DryRun", "LayoutNumerics"]
+__all__ = ["DryRun", "LayoutNumerics", "TwinRun"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,3 +48,27 @@ class LayoutNumerics:
     error: float | None
     reason: str
     is_wrong: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwinRun:
+    """How a step of a small twin under the plan's decisions compares with a single device's.
+
+    Attributes:
+        mesh: degrees of the twin's processes.
+        loss_error: relative.
+        gradient_error: of the worst gradient, relative to its largest entry.
+        worst: its parameter.
+        tolerance: of both; larger where the model casts to a smaller dtype inside.
+    """
+
+    mesh: str
+    loss_error: float
+    gradient_error: float
+    worst: str
+    tolerance: float
+
+    @property
+    def is_equal(self) -> bool:
+        """Return whether the twin computes what the single device does."""
+        return self.loss_error <= self.tolerance and self.gradient_error <= self.tolerance

@@ -63,6 +63,7 @@ def parallelize(
     *,
     device: torch.device | str | None = None,
     timeout_s: float = 120.0,
+    compile: str | None = None,
 ) -> ParallelModule:
     """Return this rank's part of `model` under `plan`; every rank of the plan calls it.
 
@@ -76,18 +77,32 @@ def parallelize(
         loss_fn: as it was given to the planner.
         device: where to run; None takes this process's GPU, or the CPU where there is none.
         timeout_s: how long a collective may wait before it raises.
+        compile: backend of `torch.compile` for the blocks, `inductor` or `aot_eager`; None does not
+            compile. Blocks that keep results of chosen ops, and what stands between blocks, are not
+            compiled.
 
     Raises:
+        ValueError: another backend, or tensor parallelism beside it.
         PlanError: the plan belongs to another model or world size. It is raised on every rank.
         EmitError: the plan cannot be run with this model or this torch.
     """
+    _check_compile(plan, compile)
     place = ensure_process_group(device, timeout_s)
     _check_world(plan)
     program, problem = _recapture(plan, model, batch, loss_fn)
     agree(problem)
     assert program is not None, "no program without a problem"
     skeleton = meta_copy(model)
-    module = emit_stage(plan, program, model, place, timeout_s, skeleton=skeleton, loss_fn=loss_fn)
+    module = emit_stage(
+        plan,
+        program,
+        model,
+        place,
+        timeout_s,
+        skeleton=skeleton,
+        loss_fn=loss_fn,
+        compiler=compile,
+    )
     seed_ranks(plan.mesh)
     return module
 
@@ -101,6 +116,7 @@ def emit_stage(
     *,
     skeleton: nn.Module | None = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
+    compiler: str | None = None,
 ) -> ParallelModule:
     """Return this rank's part of a captured model; the process group has the plan's size.
 
@@ -111,8 +127,26 @@ def emit_stage(
     backend: Backend = "cuda" if device.type == "cuda" else "cpu"
     program = replace(program, metas=true_metas(program, backend))
     mesh = _mesh(plan, device, timeout_s)
-    emission = _Emission(plan, program, model, device, mesh, timeout_s, skeleton, loss_fn)
+    emission = _Emission(plan, program, model, device, mesh, timeout_s, skeleton, loss_fn, compiler)
     return emission.build()
+
+
+_COMPILERS = ("inductor", "aot_eager")
+
+
+def _check_compile(plan: Plan, compiler: str | None) -> None:
+    if compiler is None:
+        return
+    if compiler not in _COMPILERS:
+        raise ValueError(
+            f"compile={compiler!r}; allowed are {', '.join(_COMPILERS)}: other backends, such as "
+            "eager, do not restore random state where dropout is recomputed"
+        )
+    if plan.mesh.tp > 1:
+        raise ValueError(
+            f"compile={compiler!r} beside tp={plan.mesh.tp}: the collectives inside a block would "
+            "break its graph; leave compile out, or plan with tp=1"
+        )
 
 
 def _check_world(plan: Plan) -> None:
@@ -189,6 +223,7 @@ class _Emission:
     timeout_s: float
     skeleton: nn.Module | None = None
     loss_fn: Callable[..., torch.Tensor] | None = None
+    compiler: str | None = None
 
     def build(self) -> ParallelModule:
         """Return the module: stage, tensor parallelism, recompute, ZeRO, pipeline in turn."""
@@ -269,6 +304,7 @@ class _Emission:
                 localise=local[block.call].localise,
                 device=self.device,
                 autocast=program.autocast,
+                compiler=self.compiler if call.fqn else None,
             )
             if call.fqn:
                 install(root.get_submodule(call.fqn), block.call, calls[block.call])

@@ -49,6 +49,8 @@ class Engine:
             `PipelineEngine`, `num_pipe_buffers`, at least 2).
         keeps_last_gathered: parameters of the last block stay gathered from forward to backward
             under ZeRO-3 (torchtitan, `apply_fsdp`).
+        compiles_glue: where a model is compiled, so are embedding, head and loss; torchtitan
+            compiles each block alone, and later the loss.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Engine:
     is_flat: bool = False
     output_buffers: int = 0
     keeps_last_gathered: bool = False
+    compiles_glue: bool = True
 
 
 AUTOPLAN = Engine(name="autoplan")
@@ -87,7 +90,13 @@ MEGATRON = Engine(
 
 _FSDP1 = replace(AUTOPLAN, name="fsdp1", copies_gathered=False, divides_reduced=True)
 
-_TORCHTITAN = replace(AUTOPLAN, name="torchtitan", loss="dtensor", keeps_last_gathered=True)
+_TORCHTITAN = replace(
+    AUTOPLAN,
+    name="torchtitan",
+    loss="dtensor",
+    keeps_last_gathered=True,
+    compiles_glue=False,
+)
 _MEGATRON_TE = replace(MEGATRON, name="megatron-te", keeps_stand_ins=True)
 _MEGATRON_FP16 = replace(
     MEGATRON, name="megatron-fp16", is_gradient_wide=False, fuses_gradients=False
@@ -99,7 +108,7 @@ ENGINES = {
     "fsdp1-bf16": replace(_FSDP1, name="fsdp1-bf16", is_gradient_wide=False),
     "torchtitan": _TORCHTITAN,
     "torchtitan-compiled-loss": replace(
-        _TORCHTITAN, name="torchtitan-compiled-loss", loss="compiled"
+        _TORCHTITAN, name="torchtitan-compiled-loss", loss="compiled", compiles_glue=True
     ),
     "megatron": MEGATRON,
     "megatron-overlap": replace(MEGATRON, name="megatron-overlap", overlaps_reduction=True),

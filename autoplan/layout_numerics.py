@@ -1,4 +1,4 @@
-"""Check in one process that a block computes the same under a tensor-parallel layout.
+"""Check without a process group that a block computes the same under a tensor-parallel layout.
 
 Each rank of the layout is a thread that runs the lowered graph of the block, forward and backward,
 in float64 on random numbers; their collectives meet in memory. Outputs, input gradients and
@@ -9,9 +9,12 @@ differently.
 from __future__ import annotations
 
 import math
+import multiprocessing
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -74,6 +77,45 @@ def check_layout_numerics(
     degree: int,
     *,
     is_sequence_parallel: bool = False,
+) -> tuple[float | None, str, bool]:
+    """Return what `_check` returns, from a forked process.
+
+    A process that has run a backward cannot fork workers any more, and this one may want to.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(
+        target=_serve, args=(theirs, graph, axes, degree, is_sequence_parallel), daemon=True
+    )
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(_TIMEOUT_S):
+            return None, f"not run: no result after {_TIMEOUT_S:g} s", False
+        answer: tuple[float | None, str, bool] = ours.recv()
+    except EOFError:
+        return None, "not run: its process died", False
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+    return answer
+
+
+def _serve(
+    pipe: Connection,
+    graph: BlockGraph,
+    axes: Mapping[str, str],
+    degree: int,
+    is_sequence_parallel: bool,
+) -> None:
+    torch.set_num_threads(1)
+    pipe.send(_check(graph, axes, degree, is_sequence_parallel))
+    os._exit(0)
+
+
+def _check(
+    graph: BlockGraph, axes: Mapping[str, str], degree: int, is_sequence_parallel: bool
 ) -> tuple[float | None, str, bool]:
     """Return the error of a layout (None: not run), a reason, and whether it is wrong.
 

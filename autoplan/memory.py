@@ -255,6 +255,7 @@ class _Walk:
         if self.has_buffer:
             self.gradients[_BUFFER] = sum(s.gradients for s in statics)
         self.is_flat = engine.is_flat
+        self.copies_gathered = engine.copies_gathered
         self.widens = is_mixed and not engine.is_gradient_wide
         last = max((i for i, b in enumerate(blocks) if not b.is_glue), default=None)
         self.stays_gathered = last if engine.keeps_last_gathered and setting.pp == 1 else None
@@ -356,6 +357,8 @@ class _Walk:
             copied = size // self.setting.dp_shard if self.is_mixed else 0
             self.note("gathering parameters", copied + self._copied_in(group))
         self.gathered[group] = size
+        if not self.copies_gathered:
+            self.buffers.pop(group, None)
         self.note("gathering parameters", 0 if self.setting.dp > 1 else self._copied_in(group))
         for other in earlier:
             del self.buffers[other]

@@ -365,13 +365,14 @@ class Plan:
         *,
         device: torch.device | str | None = None,
         timeout_s: float = 120.0,
+        compile: str | None = None,
     ) -> ParallelModule:
         """Return this rank's part of `model`; called on every rank of the plan, under torchrun.
 
         Args:
             model: the model that was planned, with the same weights on every rank.
             batch, loss_fn: as given to `optimize`; may be left out where this process planned.
-            device, timeout_s: see `autoplan.emitter.parallelize`.
+            device, timeout_s, compile: see `autoplan.emitter.parallelize`.
 
         Raises:
             PlanError: another model, another world size, or no batch is known.
@@ -386,7 +387,9 @@ class Plan:
                     "form) and loss_fn= to parallelize"
                 )
             batch, loss_fn = self.attached
-        return parallelize(self, model, batch, loss_fn, device=device, timeout_s=timeout_s)
+        return parallelize(
+            self, model, batch, loss_fn, device=device, timeout_s=timeout_s, compile=compile
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

@@ -140,6 +140,10 @@ class _Tensors:
             del self.holders[key]
             self.allocator.free(self.blocks.pop(key))
 
+    def rename(self, key: Key, other: Key) -> None:
+        self.blocks[other] = self.blocks.pop(key)
+        self.holders[other] = self.holders.pop(key)
+
     def passing(self, nbytes: int, stream: int = COMPUTE) -> None:
         """Make a tensor and let it go."""
         self.make(("passing",), nbytes, stream)
@@ -475,6 +479,14 @@ class _Replay:
         return ("whole", self.groups[group][0].name) in self.tensors
 
     def _make_whole(self, group: int) -> None:
+        if not self.workload.engine.copies_gathered:
+            # FSDP1 computes with views of what the collective filled.
+            key = ("whole", self.groups[group][0].name)
+            if ("buffer", group) in self.tensors:
+                self.tensors.rename(("buffer", group), key)
+            else:
+                self.tensors.make(key, sum(p.gathered for p in self.groups[group]), GATHER)
+            return
         for parameter in self.groups[group]:
             self.tensors.make(("whole", parameter.name), parameter.gathered)
 

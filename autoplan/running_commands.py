@@ -154,6 +154,9 @@ def run(
     save_every: Annotated[
         int | None, typer.Option(help="Steps between saves; default: only after the last.")
     ] = None,
+    compile: Annotated[
+        str | None, typer.Option(help="Compile blocks: inductor or aot_eager; needs tp=1.")
+    ] = None,
 ) -> None:
     """Train a plan on processes of this machine, started with torchrun."""
     from autoplan.launcher import launch
@@ -171,6 +174,8 @@ def run(
         arguments += ["--checkpoint", str(checkpoint)]
     if save_every is not None:
         arguments += ["--save-every", str(save_every)]
+    if compile is not None:
+        arguments += ["--compile", compile]
     with tempfile.TemporaryDirectory() as folder:
         launch(
             [*arguments, "--results", folder],

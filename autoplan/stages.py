@@ -362,12 +362,12 @@ def crossing_metas(
         compute_dtype: of the stage; None: as captured.
         slices: tensor-parallel degree where activations cross as slices of tokens, else 1.
 
-    The loss leaves the last stage as one float32 number per micro-batch.
+    The loss leaves the last stage as one number per micro-batch, in its own dtype.
     """
     metas = []
     for name in names:
         if name == program.loss:
-            metas.append(TensorMeta((1,), torch.float32, True))
+            metas.append(TensorMeta((1,), program.metas[name].dtype, True))
             continue
         meta = program.metas[name]
         if meta.requires_grad and leaving_placement(meta.shape, slices, slices > 1) != "R":

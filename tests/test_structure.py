@@ -123,7 +123,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "emitter",
     ),
     ("training", "op_runner", "op_profiler"),
-    ("bundler", "script_text", "script_writer", "framework_configs", "dry_runner"),
+    ("bundler", "script_text", "script_writer", "framework_configs", "dry_runner", "twins"),
     ("planning_commands", "checking_commands", "running_commands"),
     ("cli",),
 )
