@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
@@ -193,16 +194,43 @@ def own_gradient(parameter: torch.Tensor) -> None:
     to positions gives the token a part of the positions' gradient. Adding micro-batches up, summing
     over ranks and clipping, all in place, would then happen twice to it.
     """
-    if not hasattr(parameter, _IS_OWNED):
-        setattr(parameter, _IS_OWNED, True)
-        parameter.register_hook(_own)  # type: ignore[no-untyped-call]
+    if not hasattr(parameter, _STORAGE):
+        setattr(parameter, _STORAGE, 0)
+        hook = functools.partial(_owned, weakref.ref(parameter))
+        parameter.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
-_IS_OWNED = "_autoplan_owns_gradient"
+_STORAGE = "_autoplan_gradient_storage"
+_holders: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+"""Which parameter's gradient lies in a storage, by the storage's address."""
 
 
-def _own(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.clone() if compat.shares_storage(gradient) else gradient
+def _owned(weak: weakref.ReferenceType[torch.Tensor], gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient itself, or a copy if another parameter's lies in its storage."""
+    parameter = weak()
+    if parameter is None or parameter.grad is not None:
+        return gradient  # it is added to what is there
+    storage = gradient.untyped_storage()
+    other = _holders.get(storage._cdata)
+    is_held = (
+        other is not None
+        and other is not parameter
+        and other.grad is not None
+        and _storage(other.grad) == storage._cdata
+    )
+    if is_held or gradient.nbytes < storage.nbytes():
+        return gradient.clone()
+    if _holders.get(getattr(parameter, _STORAGE)) is parameter:
+        del _holders[getattr(parameter, _STORAGE)]
+    setattr(parameter, _STORAGE, storage._cdata)
+    _holders[storage._cdata] = parameter
+    return gradient
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Return the address of the storage of a tensor, or of its local part."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return int(local.untyped_storage()._cdata)
 
 
 class _OwnGradient(torch.autograd.Function):

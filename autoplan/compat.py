@@ -111,21 +111,9 @@ def has_other_readers(tensor: torch.Tensor) -> bool:
     As torch's own accumulation of gradients decides it; a version that cannot tell says True.
     """
     count = getattr(tensor, "_use_count", None)
-    if count is None or shares_storage(tensor):
+    if count is None or tensor.nbytes < tensor.untyped_storage().nbytes():
         return True
     return bool(count() > 1)
-
-
-def shares_storage(tensor: torch.Tensor) -> bool:
-    """Return whether another tensor may lie in the storage of `tensor`, in part or whole.
-
-    A version that cannot tell says True.
-    """
-    storage = tensor.untyped_storage()
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    if count is None or tensor.nbytes < storage.nbytes():
-        return True
-    return bool(count(storage._cdata) > 2)  # the tensor itself, and `storage` here
 
 
 _Group: Any = dist.ProcessGroup  # the signatures of its methods differ between versions

@@ -120,7 +120,7 @@ def _explained(error: Exception, wrapper: nn.Module, prefix: str) -> ExportError
     fqn, line = _locate(error, wrapper, prefix)
     text = str(error).strip().splitlines()
     reason = f"{type(error).__name__}: {text[0] if text else 'no message'}"
-    in_loss = "" if fqn else _line_in_loss(error)
+    in_loss = "" if line else _line_in_loss(error)
     line = line or in_loss
     if isinstance(error, TraceError):
         message = str(error)
@@ -158,7 +158,7 @@ def _locate(error: BaseException, wrapper: nn.Module, prefix: str) -> tuple[str,
             if found == prefix or found.startswith(prefix + "."):
                 fqn = found.removeprefix(prefix).removeprefix(".")
                 line = _place(frame, number)
-        if fqn:
+        if line:
             return fqn, line
     return "", ""
 

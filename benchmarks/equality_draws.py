@@ -242,7 +242,7 @@ def run_draw(rank: int, draw: Draw) -> list[str]:
     program = program_of(draw.family, draw.microbatch_size)
     with (
         unittest.mock.patch("autoplan.emitter.capture", return_value=program),
-        unittest.mock.patch("autoplan.emitter.init_device_mesh", _mesh_of),
+        unittest.mock.patch("autoplan.device_meshes.init_device_mesh", _mesh_of),
     ):
         module = parallelize(
             plan_of(draw), build(draw.family), batches[0], family.loss_fn, device="cpu"

@@ -138,31 +138,37 @@ FOUND = (
 )
 
 
-class _PartAndWhole(torch.autograd.Function):
-    """Gives two parameters gradients of which one is a part of the other."""
+class _Shared(torch.autograd.Function):
+    """Gives two parameters gradients in one memory: the first has a part of it, or all."""
 
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        ctx.size = token.numel()
         return token.sum() + positions.sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         whole = gradient.expand(6).clone()
-        return whole[:2], whole
+        return whole.view(-1)[: ctx.size], whole
 
 
+@pytest.mark.parametrize("size", [2, 6])
 @pytest.mark.parametrize("is_owned", [False, True])
-def test_gradients_of_parameters_lie_apart(is_owned: bool) -> None:
-    token, positions = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(6))
+def test_gradients_of_parameters_lie_apart(is_owned: bool, size: int) -> None:
+    token, positions = nn.Parameter(torch.zeros(size)), nn.Parameter(torch.zeros(6))
     if is_owned:
         own_gradient(token)
         own_gradient(positions)
-    for _ in range(3):
-        _PartAndWhole.apply(token, positions).backward()  # type: ignore[no-untyped-call]
-    assert positions.grad is not None
-    is_right = torch.equal(positions.grad, torch.full((6,), 3.0))
-    # Torch alone adds to one memory twice; should that change, the hook is not needed any more.
-    assert is_right == is_owned
+    for _ in range(2):  # steps of three micro-batches
+        token.grad = positions.grad = None
+        for _ in range(3):
+            _Shared.apply(token, positions).backward()  # type: ignore[no-untyped-call]
+        assert token.grad is not None
+        assert positions.grad is not None
+        assert torch.equal(token.grad, torch.full((size,), 3.0)) == is_owned
+        is_right = torch.equal(positions.grad, torch.full((6,), 3.0))
+        # Torch alone adds to one memory twice; should that change, the hook is not needed any more.
+        assert is_right == is_owned
 
 
 def test_drawn_plans_equal_the_single_device() -> None:
