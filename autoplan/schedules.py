@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 __all__ = [
+    "MULTI_STAGE",
     "SCHEDULES",
     "Action",
     "ActionLists",
@@ -185,7 +186,7 @@ _GENERATORS: dict[str, Callable[[int, int, int], ActionLists]] = {
     "zero_bubble": zero_bubble,
 }
 SCHEDULES = tuple(_GENERATORS)
-_TAKES_CHUNKS = ("interleaved", "zero_bubble")
+MULTI_STAGE = ("interleaved", "zero_bubble")
 
 
 def schedule_actions(
@@ -201,10 +202,10 @@ def schedule_actions(
     for name, value in (("pp", pp), ("num_microbatches", num_microbatches)):
         if value < 1:
             raise ValueError(f"{name} is {value}: it must be at least 1")
-    if num_chunks < 1 or (num_chunks > 1 and schedule not in _TAKES_CHUNKS):
+    if num_chunks < 1 or (num_chunks > 1 and schedule not in MULTI_STAGE):
         raise ValueError(
             f"schedule {schedule} with {num_chunks} stages a rank: only "
-            f"{' and '.join(_TAKES_CHUNKS)} take more than one"
+            f"{' and '.join(MULTI_STAGE)} take more than one"
         )
     if schedule == "none" and pp > 1:
         raise ValueError(f"pp={pp} stages need a schedule: gpipe, 1f1b, interleaved, zero_bubble")
