@@ -33,6 +33,7 @@ from autoplan.step_costs import (
     exposed_s,
     optimizer_bytes,
     pipeline_step_s,
+    regathers,
     transfer_s,
 )
 from autoplan.times import OpTime, Tally, Timer, overlaps_communication
@@ -285,13 +286,23 @@ class Pricer:
             largest=largest,
         )
 
+    def own_group(self, call: int, decision: Decision, setting: Setting) -> GroupBytes:
+        """Return the parameters that a call gathers, reduces and updates.
+
+        Without a pipeline a parameter of several calls counts with the first; with one, calls that
+        share it usually lie on different stages, and each counts it.
+        """
+        held = set(self._shared_before(call)) if setting.pp == 1 else set()
+        return self.group(call, decision, setting, held)
+
     def price(self, call: int, decision: Decision, setting: Setting) -> BlockPrice:
         """Return the seconds of a call under a setting."""
         block = self.trace.calls[call].block
         base = self.base(block, decision, setting.tp)
-        group = self.group(call, decision, setting, set())
+        group = self.own_group(call, decision, setting)
         comm = data_parallel_times(group, setting, self.workload, self.cluster)
-        regather_s = comm.gather_s if setting.zero_stage >= 3 else 0.0
+        is_gathered_again = regathers(setting, is_glue=self.trace.blocks[block].is_glue)
+        regather_s = comm.gather_s if is_gathered_again else 0.0
         forward, backward = base.forward_s, base.backward_s
         # Gradients of whole parameters that see slices of tokens: summed once into a buffer.
         has_buffer = self.workload.engine.has_gradient_buffer
@@ -299,7 +310,7 @@ class Pricer:
         tensor_s = base.comm_forward_s + base.comm_backward_s + base.summed_s - summed_s
         backward += base.summed_s - summed_s
         again_s = regather_s + comm.reduce_s
-        copy_f, copy_b, copy_once = self._copy_times(group, setting)
+        copy_f, copy_b, copy_once = self._copy_times(group, setting, is_gathered_again)
         once_zero_s = comm.once_gather_s + comm.once_reduce_s
         if overlaps_communication(self.cluster):
             exposed_f = exposed_s(comm.gather_s, forward)
@@ -329,12 +340,14 @@ class Pricer:
             },
         )
 
-    def _copy_times(self, group: GroupBytes, setting: Setting) -> tuple[float, float, float]:
+    def _copy_times(
+        self, group: GroupBytes, setting: Setting, is_gathered_again: bool
+    ) -> tuple[float, float, float]:
         """Return seconds of copies around collectives: forward, backward, once a step."""
         timer = self.timer(setting.tp)
         gather, reduce = map(timer.memory_s, copy_bytes(group, setting, self.workload))
         if setting.zero_stage == 3:
-            return gather, gather + reduce, 0.0
+            return gather, gather * is_gathered_again + reduce, 0.0
         if setting.zero_stage == 2:
             return 0.0, reduce, gather
         return 0.0, 0.0, gather + reduce

@@ -22,6 +22,7 @@ from autoplan.planner import Planner, make_planner
 from autoplan.reasons import Question
 from autoplan.remedies import infeasible_error, least_memory
 from autoplan.search.mesh import MeshResult, Progress
+from autoplan.settings import check_pins
 from autoplan.simple import Strategy, simple_strategies
 from autoplan.units import format_seconds
 
@@ -77,6 +78,7 @@ def optimize(
         SearchLimitError: the time limit came before any plan.
         TraceError, ValueError: the model or a setting is wrong.
     """
+    check_pins(pins)
     planner = make_planner(
         model,
         cluster,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from autoplan.cluster import Cluster
@@ -144,6 +145,9 @@ class Setting:
         return (m,) * self.pp if self.schedule == "gpipe" else (1,)
 
 
+_ARGUMENTS = ("batch", "batch_dim", "global_batch_size", "loss_fn", "optimizer", "within", "forbid")
+
+
 def check_pins(pins: Mapping[str, Any]) -> None:
     """Check the names and values of pinned settings.
 
@@ -152,7 +156,9 @@ def check_pins(pins: Mapping[str, Any]) -> None:
     """
     for key, value in pins.items():
         if key not in PIN_KEYS:
-            raise ValueError(f"cannot pin {key!r}; allowed are {', '.join(PIN_KEYS)}")
+            near = get_close_matches(key, [*PIN_KEYS, *_ARGUMENTS], n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(f"cannot pin {key!r}{hint}; allowed are {', '.join(PIN_KEYS)}")
         if key == "recompute":
             if value not in _RECOMPUTE:
                 raise ValueError(f"recompute={value!r}; allowed are {', '.join(_RECOMPUTE)}")

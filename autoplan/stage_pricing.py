@@ -8,7 +8,7 @@ from autoplan.costs import Pricer
 from autoplan.frontiers import Decision
 from autoplan.settings import Setting
 from autoplan.stage_costs import BlockCosts, BlockSeconds, PlanCosts, StageCosts
-from autoplan.step_costs import slowdown_s
+from autoplan.step_costs import regathers, slowdown_s
 from autoplan.times import overlaps_communication
 
 __all__ = ["plan_costs"]
@@ -66,14 +66,17 @@ def _title(pricer: Pricer, call: int) -> str:
 
 def _seconds(pricer: Pricer, setting: Setting, call: int, decision: Decision) -> BlockSeconds:
     """Return seconds of a block, with what its collectives and kernels cost each other."""
-    base = pricer.base(pricer.trace.calls[call].block, decision, setting.tp)
-    group = pricer.group(call, decision, setting, set())
+    block = pricer.trace.calls[call].block
+    base = pricer.base(block, decision, setting.tp)
+    group = pricer.own_group(call, decision, setting)
     gather_s, reduce_s = pricer.zero_seconds(group, setting)
     slow_forward_s = slow_backward_s = 0.0
     if overlaps_communication(pricer.cluster):
-        regathered_s = gather_s if setting.zero_stage == 3 else 0.0
+        gathered_s = gather_s if setting.zero_stage == 3 else 0.0
+        is_gathered_again = regathers(setting, is_glue=pricer.trace.blocks[block].is_glue)
+        regathered_s = gather_s if is_gathered_again else 0.0
         reduced_s = reduce_s if setting.zero_stage >= 2 else 0.0
-        slow_forward_s = slowdown_s(regathered_s, base.forward_s)
+        slow_forward_s = slowdown_s(gathered_s, base.forward_s)
         slow_backward_s = slowdown_s(regathered_s + reduced_s, base.backward_s)
     return BlockSeconds(
         forward=base.compute_forward_s + slow_forward_s,

@@ -17,6 +17,7 @@ __all__ = [
     "exposed_s",
     "optimizer_bytes",
     "pipeline_step_s",
+    "regathers",
     "slowdown_s",
     "transfer_s",
 ]
@@ -47,10 +48,11 @@ def data_parallel_times(
 ) -> DataParallelTimes:
     """Return the seconds of gathers and reductions.
 
-    Stage 3 gathers (twice) and reduce-scatters for every micro-batch, stage 2 gathers once a step
-    and reduce-scatters for every micro-batch, stage 1 does both once a step; stage 0 all-reduces
-    once a step (Rajbhandari et al. 2020, section 7; docs/design/memory-of-fsdp.md). Gradients are
-    reduced in float32 under mixed precision unless the engine says otherwise.
+    Stage 3 gathers (once or twice, see `regathers`) and reduce-scatters for every micro-batch,
+    stage 2 gathers once a step and reduce-scatters for every micro-batch, stage 1 does both once a
+    step; stage 0 all-reduces once a step (Rajbhandari et al. 2020, section 7;
+    docs/design/memory-of-fsdp.md). Gradients are reduced in float32 under mixed precision unless
+    the engine says otherwise.
     """
     if setting.dp == 1 or group.gathered == 0:
         return DataParallelTimes()
@@ -67,6 +69,15 @@ def data_parallel_times(
     if setting.zero_stage == 2:
         return DataParallelTimes(once_gather_s=gather_s, reduce_s=reduce_s)
     return DataParallelTimes(gather_s=gather_s, reduce_s=reduce_s)
+
+
+def regathers(setting: Setting, *, is_glue: bool) -> bool:
+    """Return whether ZeRO 3 gathers a block's parameters again for its backward.
+
+    Those of glue are the group of FSDP's root, which stays from forward to backward unless the
+    schedule of a pipeline runs other micro-batches in between (`sharders.shard`).
+    """
+    return setting.zero_stage == 3 and (setting.pp > 1 or not is_glue)
 
 
 def copy_bytes(group: GroupBytes, setting: Setting, workload: Workload) -> tuple[float, float]:

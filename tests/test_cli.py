@@ -168,7 +168,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         (*PLAN, *FEW, "--cluster", "{folder}/no.yaml"),
         "cannot read the cluster file",
     ),
-    "unknown pin": ((*PLAN, *SMALL, "--pin", "tpp=2"), "cannot pin 'tpp'; allowed are dp, tp"),
+    "unknown pin": ((*PLAN, *SMALL, "--pin", "tpp=2"), "cannot pin 'tpp' (did you mean tp?)"),
     "pin without value": ((*PLAN, *SMALL, "--pin", "tp"), "write name=value"),
     "pin of a wrong value": ((*PLAN, *SMALL, "--pin", "tp=two"), "tp needs a whole number"),
     "pins without setting": (

@@ -147,7 +147,8 @@ def test_batch_that_does_not_divide_says_which_degrees_would() -> None:
 @pytest.mark.parametrize(
     ("pins", "message"),
     [
-        ({"tpp": 2}, r"cannot pin 'tpp'; allowed are dp, tp, pp"),
+        ({"tpp": 2}, r"cannot pin 'tpp' \(did you mean tp\?\); allowed are dp, tp, pp"),
+        ({"loss": len}, r"cannot pin 'loss' \(did you mean loss_fn\?\); allowed are dp, tp, pp"),
         ({"recompute": "some"}, r"recompute='some'; allowed are none, full, selective"),
         ({"tp": 0}, r"tp=0: must be a whole number of at least 1"),
         ({"tp": 1.5}, r"tp=1.5: must be a whole number of at least 1"),

@@ -19,6 +19,8 @@ from autoplan.cluster import Cluster
 from autoplan.errors import PlanError
 from autoplan.estimating import estimate
 from autoplan.plan import Plan
+from examples.gpt import GPT, GPTConfig, batch_like
+from examples.gpt import loss_fn as gpt_loss
 from tests.models_for_tests import LinearChain, mean_square
 from tests.strategies import plans
 
@@ -48,13 +50,22 @@ def test_a_saved_plan_has_the_timeline_of_the_plan(plan: Plan) -> None:
     assert Plan.from_json(plan.to_json()).timeline() == plan.timeline()
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("m", [1, 4])
+@pytest.mark.parametrize("is_tied", [False, True])
 def test_without_pipeline_and_overlap_the_step_is_what_the_search_adds_up(
-    zero: int, m: int
+    zero: int, m: int, is_tied: bool
 ) -> None:
-    plan = priced(zero_stage=zero, microbatch_size=4 // m)
-    assert plan.timeline().step_time_s == pytest.approx(plan.predicted.step_time_s)
+    config = GPTConfig(
+        vocab_size=64, max_tokens=8, num_layers=2, num_heads=2, width=16, is_head_tied=is_tied
+    )
+    batch = batch_like(config, 16, 8)
+    options: dict[str, Any] = {"zero_stage": zero, "microbatch_size": 4 // m}
+    plan = estimate(GPT(config), CPU, batch, loss_fn=gpt_loss, **options).plan
+    found = plan.timeline()
+    assert found.step_time_s == pytest.approx(plan.predicted.step_time_s, rel=1e-12)
+    gathers = [i.name for i in found.intervals if i.kind == "gather"]
+    assert gathers.count("all-gather root") == (0, 1, 1, m)[zero]
 
 
 @pytest.mark.parametrize("cluster", [CPU, GPU], ids=str)
