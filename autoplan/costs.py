@@ -19,6 +19,7 @@ from autoplan.liveness import BlockMemory, block_memory, redone_ops
 from autoplan.local import LocalBlock, LocalOp, localize
 from autoplan.memory import (
     GroupBytes,
+    PartBytes,
     StageBlock,
     StageMemory,
     stage_memory,
@@ -58,6 +59,7 @@ class _BlockBase:
     redo_s: float
     redo_comm_s: float
     weight_backward_s: float
+    deferred_bytes: int
 
     @property
     def forward_s(self) -> float:
@@ -90,7 +92,7 @@ class BlockPrice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPrice:
-    """A fully decided plan: its step time and each stage's memory."""
+    """A fully decided plan: its step time, and time and memory of each rank of the pipeline."""
 
     step_time_s: float
     stage_time_s: tuple[float, ...]
@@ -230,6 +232,7 @@ class Pricer:
             summed_s=sum(t.backward_comm_s for t in summed),
             redo_s=sum(t.forward_s + t.forward_comm_s for t in redone),
             redo_comm_s=sum(t.forward_comm_s for t in redone),
+            deferred_bytes=sum(op.value_bytes for op in local.ops if op.parameter_grads),
             weight_backward_s=sum(
                 times[op.name].backward_s / 2 for op in local.ops if _has_weight_gradient(op)
             ),
@@ -396,6 +399,7 @@ class Pricer:
             is_glue=self.trace.blocks[block].is_glue,
             input_bytes=sum(base.local.inputs.values()),
             shared_bytes=0 if values is None else self._shared_bytes(call, base, values),
+            deferred_bytes=base.deferred_bytes,
         )
 
     def stage_blocks(
@@ -454,13 +458,6 @@ class Pricer:
                 if value.name in kept and argument in side:
                     sizes[argument] = side[argument]
         return sum(sizes.values())
-
-    def crossing(self, setting: Setting, stage: int, starts: Sequence[int]) -> tuple[int, int]:
-        """Return bytes of one micro-batch that enter a stage and that leave it."""
-        entering = self.trace.crossing_bytes[starts[stage] - 1] if stage > 0 else 0
-        is_last = stage == setting.pp - 1
-        leaving = 0 if is_last else self.trace.crossing_bytes[starts[stage + 1] - 1]
-        return entering, leaving
 
     def option(self, call: int, decision: Decision, setting: Setting, live: int) -> BlockOption:
         """Return a decision as the linear search sees it: every number an upper estimate.
@@ -557,37 +554,41 @@ class Pricer:
 
         Args:
             setting: degrees and sizes.
-            ends: per stage the index after its last call.
+            ends: per stage the index after its last call; stage s is on rank s % pp.
             decisions: one per call.
 
         Returns:
             Step time: that of the pipeline and the slowest once-a-step part.
         """
-        starts = [0, *ends[:-1]]
-        stage_s, memories, once = [], [], []
+        spans = [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
+        stage_s, weights_s, memories, once = [], [], [], []
         totals: dict[str, float] = dict.fromkeys(
             ("compute", "recompute", "tensor_parallel", "zero", "optimizer", "pipeline"), 0.0
         )
         m = setting.num_microbatches
         slowest: tuple[float, dict[str, float]] = (-1.0, {})
-        for stage, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            prices = [self.price(c, decisions[c], setting) for c in range(start, end)]
-            transfer = self._stage_transfer_s(setting, stage, starts, decisions)
+        for rank in range(setting.pp):
+            own = range(rank, len(spans), setting.pp)
+            calls = [call for stage in own for call in spans[stage]]
+            prices = [self.price(c, decisions[c], setting) for c in calls]
+            transfer = sum(self._stage_transfer_s(setting, s, spans, decisions) for s in own)
             seconds = sum(p.forward_s + p.backward_s for p in prices) + transfer
             stage_s.append(seconds)
+            weights_s.append(self._weights_s(setting, calls, decisions))
             once.append(sum(p.once_s for p in prices))
             by_category = _summed(p.by_category for p in prices)
             if seconds > slowest[0]:
                 slowest = (seconds, {**by_category, "pipeline": transfer})
-            memories.append(self._stage_memory(setting, stage, starts, ends, decisions))
-        pipeline_s = pipeline_step_s(stage_s, setting)
+            memories.append(self._rank_memory(setting, rank, spans, decisions))
+        pipeline_s = pipeline_step_s(stage_s, setting, weights_s)
         step = pipeline_s + max(once)
         for name, seconds in slowest[1].items():
             totals[name] += m * seconds
         totals["pipeline"] += pipeline_s - m * max(stage_s)
-        index = once.index(max(once))
-        calls = range(starts[index], ends[index])
-        parts = _summed(self.price(c, decisions[c], setting).once_by_category for c in calls)
+        last = range(once.index(max(once)), len(spans), setting.pp)
+        parts = _summed(
+            self.price(c, decisions[c], setting).once_by_category for s in last for c in spans[s]
+        )
         for name, seconds in parts.items():
             totals[name] += seconds
         return PlanPrice(
@@ -597,48 +598,74 @@ class Pricer:
             memory=tuple(memories),
         )
 
+    def _weights_s(
+        self, setting: Setting, calls: Sequence[int], decisions: Sequence[Decision]
+    ) -> float:
+        """Return the seconds of one micro-batch's weight gradients that a split backward defers."""
+        if setting.schedule != "zero_bubble":
+            return 0.0
+        bases = (self.base(self.trace.calls[c].block, decisions[c], setting.tp) for c in calls)
+        return sum(base.weight_backward_s for base in bases)
+
     def _stage_transfer_s(
         self,
         setting: Setting,
         stage: int,
-        starts: Sequence[int],
+        spans: Sequence[range],
         decisions: Sequence[Decision],
     ) -> float:
         """Return seconds of what a stage sends and receives for one micro-batch."""
-        is_sliced = decisions[starts[stage]].is_sequence_parallel
+        is_sliced = decisions[spans[stage][0]].is_sequence_parallel
         seconds = 0.0
         if stage > 0:
-            seconds += self.boundary_s(setting, starts[stage], is_sliced=is_sliced)
-        if stage < setting.pp - 1:
-            seconds += self.boundary_s(setting, starts[stage + 1], is_sliced=is_sliced)
-        return seconds * setting.virtual_stages
+            seconds += self.boundary_s(setting, spans[stage][0], is_sliced=is_sliced)
+        if stage < len(spans) - 1:
+            seconds += self.boundary_s(setting, spans[stage + 1][0], is_sliced=is_sliced)
+        return seconds
 
-    def _stage_memory(
-        self,
-        setting: Setting,
-        stage: int,
-        starts: Sequence[int],
-        ends: Sequence[int],
-        decisions: Sequence[Decision],
+    def _rank_memory(
+        self, setting: Setting, rank: int, spans: Sequence[range], decisions: Sequence[Decision]
     ) -> StageMemory:
-        calls = range(starts[stage], ends[stage])
-        blocks = self.stage_blocks(calls, [decisions[c] for c in calls], setting)
-        entering, leaving = self.crossing(setting, stage, starts)
-        if decisions[starts[stage]].is_sequence_parallel:
-            entering, leaving = -(-entering // setting.tp), -(-leaving // setting.tp)
+        """Return the memory of a rank of the pipeline, with all its stages."""
+        blocks: list[StageBlock] = []
+        parts = []
+        for stage in range(rank, len(spans), setting.pp):
+            calls = spans[stage]
+            own = [decisions[c] for c in calls]
+            blocks += self.stage_blocks(calls, own, setting)
+            parts.append(self.part_bytes(setting, stage, spans, own))
         return stage_memory(
             blocks,
             setting,
             self.workload.optimizer,
-            stage=stage,
+            stage=rank,
             is_mixed=self.workload.mixed_precision != "none",
             is_gloo=not overlaps_communication(self.cluster),
-            side_bytes=self.side_bytes(calls, [decisions[c] for c in calls], setting.tp),
             input_bytes=self.batch_bytes(setting),
-            entering=entering,
-            leaving=leaving,
+            parts=parts,
             reserve=self.cluster.reserved_bytes,
             engine=self.workload.engine,
+        )
+
+    def part_bytes(
+        self,
+        setting: Setting,
+        stage: int,
+        spans: Sequence[range],
+        decisions: Sequence[Decision],
+    ) -> PartBytes:
+        """Return what a stage holds beside its blocks; `spans` are the calls of every stage."""
+        calls = spans[stage]
+        crossing = self.trace.crossing_bytes
+        entering = crossing[calls[0] - 1] if stage > 0 else 0
+        leaving = crossing[calls[-1]] if stage < len(spans) - 1 else 0
+        if decisions[0].is_sequence_parallel:
+            entering, leaving = -(-entering // setting.tp), -(-leaving // setting.tp)
+        return PartBytes(
+            num_blocks=len(calls),
+            side=self.side_bytes(calls, decisions, setting.tp),
+            entering=entering,
+            leaving=leaving,
         )
 
     def batch_bytes(self, setting: Setting) -> int:

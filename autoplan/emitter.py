@@ -22,7 +22,7 @@ from autoplan.backends import Backend
 from autoplan.batches import BatchDims
 from autoplan.calls import BoundCall, bind_call, install
 from autoplan.capturer import capture
-from autoplan.entries import Entry
+from autoplan.entries import Entry, leaving
 from autoplan.errors import EmitError, PlanError
 from autoplan.executor import compile_graph
 from autoplan.layout_check import check_layouts
@@ -295,6 +295,7 @@ class _Emission:
         modules = {i: root.get_submodule(c.fqn) for i in calls if (c := program.calls[i]).fqn}
         computes_loss = program.loss in stage.outputs
         metas = crossing_metas(program, stage.outputs, self._compute_dtype)
+        is_split = self.plan.schedule == "zero_bubble"
 
         def call(index: int, *inputs: Any) -> Any:
             module = modules.get(index)
@@ -309,8 +310,8 @@ class _Emission:
             changed.leave()
             if computes_loss:
                 return (outputs[0].reshape(1) / count,)
-            # Only contiguous tensors can be sent.
-            return tuple(x.to(m.dtype).contiguous() for x, m in zip(outputs, metas, strict=True))
+            pairs = zip(outputs, metas, strict=True)
+            return tuple(leaving(x.to(meta.dtype), is_split) for x, meta in pairs)
 
         root.set_function(run)
         texts = dict.fromkeys(calls[i].source for i in stage.calls)

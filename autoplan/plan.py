@@ -256,6 +256,12 @@ class Plan:
         """Return the stages of each rank of the pipeline."""
         return max(1, len(self.stages) // self.mesh.pp)
 
+    @property
+    def recomputes(self) -> bool:
+        """Return whether some block runs again in its backward."""
+        blocks = (block for stage in self.stages for block in stage.blocks)
+        return any(self.recompute[b.recompute].mode != "none" for b in blocks)
+
     def to_json(self) -> str:
         """Return readable JSON text."""
         return codec.dumps(self)

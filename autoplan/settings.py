@@ -12,6 +12,7 @@ from autoplan.cluster import Cluster
 from autoplan.engines import AUTOPLAN, Engine
 from autoplan.graph import Trace
 from autoplan.limits import LIMITED_KEYS, Limits
+from autoplan.schedules import MULTI_STAGE, enough_rounds, in_flight
 
 __all__ = [
     "NO_LIMITS",
@@ -108,8 +109,8 @@ class Setting:
         microbatch_size: rows.
         num_microbatches: per replica and step.
         schedule: of the pipeline.
-        virtual_stages: parts into which each rank's share of the blocks is cut; above 1 the
-            schedule is interleaved (Narayanan et al. 2021, section 2.2). Priced, not searched.
+        virtual_stages: stages of each rank; above 1 under `interleaved` and `zero_bubble` only
+            (Narayanan et al. 2021, section 2.2).
     """
 
     dp: int
@@ -118,19 +119,29 @@ class Setting:
     zero_stage: int
     microbatch_size: int
     num_microbatches: int
-    schedule: Literal["none", "gpipe", "1f1b"]
+    schedule: Literal["none", "gpipe", "1f1b", "interleaved", "zero_bubble"]
     virtual_stages: int = 1
 
     def __str__(self) -> str:
         return (
             f"dp={self.dp} tp={self.tp} pp={self.pp} zero={self.zero_stage} "
             f"mbs={self.microbatch_size} m={self.num_microbatches}"
+            + (f" v={self.virtual_stages}" if self.virtual_stages > 1 else "")
+            + ("" if self.schedule in _USUAL_SCHEDULES else f" {self.schedule}")
         )
 
     @property
     def simplicity(self) -> tuple[int, ...]:
         """Return the order in which ties are broken: fewer ways of being parallel first."""
-        return (self.pp, self.tp, self.zero_stage, self.num_microbatches, self.dp)
+        return (
+            self.pp,
+            self.tp,
+            self.zero_stage,
+            self.num_microbatches,
+            self.dp,
+            self.virtual_stages,
+            _SCHEDULES.index(self.schedule),
+        )
 
     @property
     def world_size(self) -> int:
@@ -138,13 +149,23 @@ class Setting:
         return self.dp * self.tp * self.pp
 
     def live(self) -> tuple[int, ...]:
-        """Return per stage the micro-batches that are alive at once."""
+        """Return per rank of the pipeline the micro-batches that are alive at once.
+
+        Of a rank with several stages the mean over them, rounded up.
+        """
         m = self.num_microbatches
         if self.schedule == "1f1b":
             return tuple(min(m, self.pp - s) for s in range(self.pp))
+        if self.schedule in MULTI_STAGE:
+            counts = in_flight(
+                self.schedule, self.pp, enough_rounds(m, self.pp), self.virtual_stages
+            )
+            return tuple(-(-sum(own) // len(own)) for own in counts)
         return (m,) * self.pp if self.schedule == "gpipe" else (1,)
 
 
+_SCHEDULES = ("none", "1f1b", "gpipe", "interleaved", "zero_bubble")
+_USUAL_SCHEDULES = ("none", "1f1b", "interleaved")  # these need no word beside pp and v
 _ARGUMENTS = ("batch", "batch_dim", "global_batch_size", "loss_fn", "optimizer", "within", "forbid")
 
 

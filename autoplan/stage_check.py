@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from autoplan.errors import PlanError
 from autoplan.plan import Plan
 from autoplan.program import Program
-from autoplan.schedules import MULTI_STAGE, schedule_actions
+from autoplan.schedules import MULTI_STAGE, schedule_actions, unrunnable_split
 from autoplan.stages import StageSlice
 from autoplan.step_buffers import several_changers
 
@@ -31,6 +31,14 @@ def check_schedule(plan: Plan) -> None:
             f"1f1b needs at least as many micro-batches as stages, {pp}, and the plan has {m}: "
             "raise num_microbatches or use gpipe"
         )
+    unrunnable = unrunnable_split(
+        plan.schedule,
+        plan.zero_stage,
+        is_mixed=plan.mixed_precision != "none",
+        recomputes=plan.recomputes,
+    )
+    if unrunnable is not None:
+        raise PlanError(unrunnable)
     try:
         schedule_actions(plan.schedule, pp, m, plan.num_chunks)
     except ValueError as error:

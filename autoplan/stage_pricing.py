@@ -26,11 +26,11 @@ def plan_costs(
         decisions: one per call.
     """
     names: dict[BlockCosts, str] = {}
-    starts = [0, *ends[:-1]]
+    spans = [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
     stages = []
-    for stage, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        calls = range(start, end)
-        sizes = pricer.stage_blocks(calls, decisions[start:end], setting)
+    for stage, calls in enumerate(spans):
+        chosen = [decisions[c] for c in calls]
+        sizes = pricer.stage_blocks(calls, chosen, setting)
         own = [
             BlockCosts(seconds=_seconds(pricer, setting, c, decisions[c]), bytes=nbytes)
             for c, nbytes in zip(calls, sizes, strict=True)
@@ -38,15 +38,15 @@ def plan_costs(
         blocks = tuple(
             _named(names, _title(pricer, c), block) for c, block in zip(calls, own, strict=True)
         )
-        entering, leaving = pricer.crossing(setting, stage, starts)
+        part = pricer.part_bytes(setting, stage, spans, chosen)
         stages.append(
             StageCosts(
                 blocks=blocks,
-                send_s=pricer.boundary_s(setting, end) if stage < setting.pp - 1 else 0.0,
-                side_bytes=pricer.side_bytes(range(start, end), decisions[start:end], setting.tp),
+                send_s=pricer.boundary_s(setting, calls[-1] + 1) if stage < len(spans) - 1 else 0.0,
+                side_bytes=part.side,
                 input_bytes=pricer.batch_bytes(setting),
-                entering_bytes=entering,
-                leaving_bytes=leaving,
+                entering_bytes=part.entering,
+                leaving_bytes=part.leaving,
             )
         )
     optimizer = pricer.workload.optimizer

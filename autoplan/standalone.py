@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoplan.calls import BoundCall, install
-from autoplan.entries import Entry
+from autoplan.entries import Entry, leaving
 from autoplan.graph import Placement
 from autoplan.microbatches import PipelinePart, pipeline_runner
 from autoplan.program import TensorMeta
@@ -276,7 +276,7 @@ def _set_function(
         if stage.computes_loss:
             return (outputs[0].reshape(1) / plan.num_microbatches,)
         pairs = zip(outputs, stage.outputs, strict=True)
-        return tuple(x.to(meta.dtype).contiguous() for x, meta in pairs)
+        return tuple(leaving(x.to(meta.dtype), plan.schedule == "zero_bubble") for x, meta in pairs)
 
     root.set_function(run)
 

@@ -11,10 +11,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
-from autoplan.schedules import Action, ActionLists
+from autoplan.schedules import Action, ActionLists, schedule_actions
 
-__all__ = ["Buffers", "Message", "Step", "buffers", "settled_sends", "with_messages"]
+__all__ = [
+    "Buffers",
+    "Message",
+    "Step",
+    "buffers",
+    "message_buffers",
+    "settled_sends",
+    "with_messages",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +136,14 @@ def buffers(lists: Sequence[Sequence[Step]]) -> tuple[Buffers, ...]:
     for own, settled in zip(lists, settled_sends(lists), strict=True):
         found |= _rank_buffers(own, settled)
     return tuple(found[stage] for stage in sorted(found))
+
+
+@cache
+def message_buffers(
+    schedule: str, pp: int, num_microbatches: int, num_chunks: int
+) -> tuple[Buffers, ...]:
+    """Return the buffers that each stage needs under a schedule by its name."""
+    return buffers(with_messages(schedule_actions(schedule, pp, num_microbatches, num_chunks)))
 
 
 def _rank_buffers(
