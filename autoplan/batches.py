@@ -20,6 +20,7 @@ __all__ = [
     "BatchDims",
     "LossFn",
     "LossModule",
+    "OutputModule",
     "batch_dims",
     "batch_rows",
     "microbatch_like",
@@ -48,14 +49,57 @@ class LossModule(nn.Module):
         self._others = [None if isinstance(x, torch.Tensor) else x for x in leaves]
         self._tensor_at = list(tensor_at)
 
-    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+    def batch_of(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the batch with these tensors in it."""
         leaves = list(self._others)
         for index, tensor in zip(self._tensor_at, tensors, strict=True):
             leaves[index] = tensor
-        batch = pytree.tree_unflatten(leaves, self._spec)
+        return pytree.tree_unflatten(leaves, self._spec)
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        batch = self.batch_of(tensors)
         args, kwargs, target = split_batch(self.model, batch, self._loss_fn)
         output = self.model(*args, **kwargs)
         return reduce_loss(output, self._loss_fn, target)
+
+
+class _OutputForm:
+    """The form of an output; no list or dict, since export puts those back after a forward."""
+
+    spec: Any = None
+    leaves: Sequence[Any] = ()
+    is_tensor: Sequence[bool] = ()
+
+
+class OutputModule(LossModule):
+    """The model as one module of flat tensor inputs that returns the tensors of its output.
+
+    A forward notes the output's pytree, with the position of each tensor in it.
+    """
+
+    def __init__(
+        self, model: nn.Module, spec: Any, leaves: Sequence[Any], tensor_at: Sequence[int]
+    ) -> None:
+        super().__init__(model, None, spec, leaves, tensor_at)
+        self._form = _OutputForm()
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        args, kwargs, _ = split_batch(self.model, self.batch_of(tensors), None)
+        leaves, spec = pytree.tree_flatten(self.model(*args, **kwargs))
+        found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not found:
+            raise TraceError("the model returns no tensor")
+        places = iter(range(len(found)))
+        at = [next(places) if isinstance(x, torch.Tensor) else x for x in leaves]
+        is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
+        self._form.spec, self._form.leaves, self._form.is_tensor = spec, at, is_tensor
+        return tuple(found)
+
+    def output_of(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return what the model returned, with these tensors in it."""
+        form = self._form
+        both = zip(form.leaves, form.is_tensor, strict=True)
+        return pytree.tree_unflatten([tensors[x] if is_one else x for x, is_one in both], form.spec)
 
 
 def reduce_loss(output: Any, loss_fn: LossFn | None, target: tuple[Any, ...]) -> torch.Tensor:

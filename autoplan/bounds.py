@@ -64,6 +64,8 @@ def static_reason(planner: Planner, setting: Setting) -> str | None:
     unrunnable = layout_reason(planner, setting)
     if unrunnable is not None:
         return unrunnable
+    if setting.offload != "none":
+        return None
     ratio = planner.workload.parameter_bytes_per_traced_byte
     canonical = {fqn: group[0] for group in trace.shared for fqn in group}
     sizes: dict[str, int] = {}

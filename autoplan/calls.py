@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -184,13 +184,13 @@ class _BlockForward:
     """Takes the place of a block's `forward`: runs the call that the chain has reached."""
 
     def __init__(self) -> None:
-        self.calls: dict[int, BoundCall] = {}
+        self.calls: dict[Hashable, BoundCall] = {}
 
-    def __call__(self, index: int, *inputs: Any) -> tuple[torch.Tensor, ...]:
+    def __call__(self, index: Hashable, *inputs: Any) -> tuple[torch.Tensor, ...]:
         return self.calls[index](*inputs)
 
 
-def install(block: nn.Module, index: int, call: BoundCall) -> None:
+def install(block: nn.Module, index: Hashable, call: BoundCall) -> None:
     """Make `block(index, *inputs)` run `call`, inside whatever hooks the module has."""
     forward = block.__dict__.get("forward")
     if not isinstance(forward, _BlockForward):

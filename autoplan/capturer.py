@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from autoplan.batches import (
     BatchDims,
     LossFn,
     LossModule,
+    OutputModule,
     batch_dims,
     batch_rows,
     microbatch_like,
@@ -37,7 +38,7 @@ from autoplan.program import Program
 from autoplan.segments import NotAChain, build_program
 from autoplan.shortening import find_runs
 
-__all__ = ["LossFn", "capture", "meta_copy", "microbatch_like", "split_batch"]
+__all__ = ["LossFn", "capture", "capture_outputs", "meta_copy", "microbatch_like", "split_batch"]
 
 _MOST_ATTEMPTS = 16
 EVAL_NOTE = "the model is in eval mode: dropout and batch statistics are traced as switched off"
@@ -75,9 +76,45 @@ def capture(
         TraceError: the model could not be exported, or has no scalar loss; names module and line.
         ValueError: `batch_dim` does not fit the batch.
     """
+    task = _task(model, batch, loss_fn, microbatch_size, batch_dim, autocast)
+    return _capture(task, full_depth=full_depth, allow_opaque=allow_opaque)
+
+
+def capture_outputs(
+    model: nn.Module, batch: Any, *, batch_dim: Any = 0, autocast: torch.dtype | None = None
+) -> tuple[Program, Callable[[Sequence[torch.Tensor]], Any]]:
+    """Return the program of a model without a loss, and what makes its output of its tensors.
+
+    The program's `loss` is the output: one tensor, or a tuple of all tensors of the output.
+
+    Args:
+        model, batch_dim, autocast: as for `capture`.
+        batch: what `forward` takes: a mapping by keyword, a tuple by position.
+
+    Raises:
+        TraceError: the model could not be exported, or returns no tensor.
+        ValueError: `batch_dim` does not fit the batch.
+    """
+    made: list[OutputModule] = []
+    task = replace(_task(model, batch, None, None, batch_dim, autocast), outputs=made)
+    program = _capture(task)
+    return program, made[-1].output_of
+
+
+def _task(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None,
+    microbatch_size: int | None,
+    batch_dim: Any,
+    autocast: torch.dtype | None,
+) -> _Task:
     dims = batch_dims(batch, batch_dim)
     rows = microbatch_size if microbatch_size is not None else batch_rows(batch, dims)
-    task = _Task(model, microbatch_like(batch, rows, dims), loss_fn, rows, dims, autocast)
+    return _Task(model, microbatch_like(batch, rows, dims), loss_fn, rows, dims, autocast)
+
+
+def _capture(task: _Task, *, full_depth: bool = False, allow_opaque: bool = True) -> Program:
     if not full_depth:
         with contextlib.suppress(TraceError, NotAChain):
             return _capture_once(task, {}, is_short=True)
@@ -101,6 +138,7 @@ class _Task:
     rows: int
     batch_dims: BatchDims
     autocast: torch.dtype | None
+    outputs: list[OutputModule] | None = None
 
 
 def _capture_degrading(task: _Task, first: ExportError, *, is_short: bool) -> Program:
@@ -162,6 +200,9 @@ def _capture_once(task: _Task, reasons: Mapping[str, str], *, is_short: bool) ->
     leaves, spec = pytree.tree_flatten(example)
     tensor_at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     wrapper = LossModule(copied, task.loss_fn, spec, leaves, tensor_at)
+    if task.outputs is not None:
+        wrapper = OutputModule(copied, spec, leaves, tensor_at)
+        task.outputs.append(wrapper)
     wrapper.training = copied.training
     with mode:
         tensors = tuple(empty_like(leaves[i], "cpu") for i in tensor_at)

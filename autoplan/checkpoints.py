@@ -3,6 +3,7 @@
     model.<name>                       parameters and persistent buffers, each shared one once
     optimizer.state.<name>.<key>       states of the optimizer
     optimizer.groups                   hyper-parameters of its groups
+    random.<...>                       see `autoplan.random_state`
     extra                              what the caller adds: step, position in the data, ...
 
 Every rank writes the chunks that it holds, so a checkpoint of one plan loads under any other. It is

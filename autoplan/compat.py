@@ -25,6 +25,7 @@ from autoplan.errors import EmitError
 
 __all__ = [
     "RingStage",
+    "all_reduce_together",
     "causality_as_told",
     "fake_processes",
     "has_other_readers",
@@ -50,6 +51,7 @@ def _probe(owner: Any, name: str) -> Any:
 
 
 _set_pg_timeout = _probe(distributed_c10d, "_set_pg_timeout")
+_all_reduce_coalesced = _probe(dist.ProcessGroup, "allreduce_coalesced")
 _strided_shard = _probe(placement_types, "_StridedShard")
 _replicate = _probe(replicate_with_fsdp, "replicate")
 _setup_forward_recv_info = _probe(PipelineStage, "_setup_forward_recv_info")
@@ -85,6 +87,11 @@ def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
     """Set how long a collective of `group` may wait before it raises."""
     if dist.get_backend(group) != "fake":
         _set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+
+def all_reduce_together(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> Any:
+    """Start summing tensors of one dtype in place over a group; returns what to wait for."""
+    return _all_reduce_coalesced(group, tensors)
 
 
 def strided_dim(placement: Any) -> int:

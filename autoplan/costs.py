@@ -26,6 +26,7 @@ from autoplan.memory import (
     static_bytes,
     uses_fsdp,
 )
+from autoplan.offload import host_optimizer_s
 from autoplan.search.problem import BlockOption
 from autoplan.settings import Setting, Workload, shared_states
 from autoplan.step_costs import (
@@ -315,7 +316,7 @@ class Pricer:
         again_s = regather_s + comm.reduce_s
         copy_f, copy_b, copy_once = self._copy_times(group, setting, is_gathered_again)
         once_zero_s = comm.once_gather_s + comm.once_reduce_s
-        if overlaps_communication(self.cluster):
+        if self.overlaps(setting):
             exposed_f = exposed_s(comm.gather_s, forward)
             exposed_b = exposed_s(again_s, backward)
             if self.workload.engine.overlaps_reduction:
@@ -369,11 +370,23 @@ class Pricer:
             comm.reduce_s + comm.once_reduce_s + timer.memory_s(reduce),
         )
 
+    def overlaps(self, setting: Setting) -> bool:
+        """Return whether gathers and reductions run beside the computation.
+
+        FSDP over one device copies its parameters in on the stream that computes.
+        """
+        return overlaps_communication(self.cluster) and (
+            setting.dp > 1 or setting.offload == "none"
+        )
+
     def _optimizer_time(self, group: GroupBytes, setting: Setting) -> float:
         traffic = optimizer_bytes(group, setting, self.workload)
         if traffic == 0:
             return 0.0
-        return self.tally.add(self.cluster.device.optimizer_time_s(traffic))
+        device_s = self.tally.add(self.cluster.device.optimizer_time_s(traffic))
+        # Kernels are launched by the same host: a step there is never faster than their launches.
+        is_offloaded = setting.offload != "none"
+        return max(device_s, host_optimizer_s(traffic, self.cluster)) if is_offloaded else device_s
 
     def stage_block(
         self,
@@ -501,6 +514,8 @@ class Pricer:
             working += group.gathered_grads
         else:
             working += 2 * group.gathered + group.gathered_grads
+            if setting.offload != "none":
+                working += -(-group.stored // setting.dp)
         is_last = call == len(self.trace.calls) - 1
         if is_last and live == 1 and setting.schedule != "gpipe":
             working, kept = working + kept, 0

@@ -60,6 +60,8 @@ def dry_run(plan: Plan, loaded: LoadedModel, ranks: Sequence[int]) -> tuple[DryR
             measured = _measure(plan, program, loaded)
         parts = plan.predicted.memory_by_category[stage]
         predicted = plan.predicted.peak_memory_bytes[stage] - parts.get("reserve", 0)
+        if plan.predicted.host_bytes:  # a dry run has one memory for both
+            predicted += plan.predicted.host_bytes[stage]
         found.append(
             DryRun(rank=rank, stage=stage, measured_bytes=measured, predicted_bytes=predicted)
         )

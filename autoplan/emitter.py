@@ -21,9 +21,10 @@ from autoplan.autocast import dtype_of
 from autoplan.backends import Backend
 from autoplan.batches import BatchDims
 from autoplan.calls import BoundCall, bind_call, install
-from autoplan.capturer import capture
+from autoplan.capturer import capture, meta_copy
 from autoplan.entries import Entry, leaving
 from autoplan.errors import EmitError, PlanError
+from autoplan.evaluation import Evaluator, RankEvaluator
 from autoplan.executor import compile_graph
 from autoplan.layout_check import check_layouts
 from autoplan.matching import explain_mismatch
@@ -85,21 +86,33 @@ def parallelize(
     program, problem = _recapture(plan, model, batch, loss_fn)
     agree(problem)
     assert program is not None, "no program without a problem"
-    module = emit_stage(plan, program, model, place, timeout_s)
+    skeleton = meta_copy(model)
+    module = emit_stage(plan, program, model, place, timeout_s, skeleton=skeleton, loss_fn=loss_fn)
     seed_ranks(plan.mesh)
     return module
 
 
 def emit_stage(
-    plan: Plan, program: Program, model: nn.Module, device: torch.device, timeout_s: float
+    plan: Plan,
+    program: Program,
+    model: nn.Module,
+    device: torch.device,
+    timeout_s: float,
+    *,
+    skeleton: nn.Module | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
 ) -> ParallelModule:
-    """Return this rank's part of a captured model; the process group has the plan's size."""
+    """Return this rank's part of a captured model; the process group has the plan's size.
+
+    `skeleton` is the model without weights, which evaluation with `loss_fn` traces.
+    """
     if plan.mixed_precision != "none":
         store_in_float32(model)
     backend: Backend = "cuda" if device.type == "cuda" else "cpu"
     program = replace(program, metas=true_metas(program, backend))
     mesh = _mesh(plan, device, timeout_s)
-    return _Emission(plan, program, model, device, mesh, timeout_s).build()
+    emission = _Emission(plan, program, model, device, mesh, timeout_s, skeleton, loss_fn)
+    return emission.build()
 
 
 def _check_world(plan: Plan) -> None:
@@ -171,6 +184,8 @@ class _Emission:
     device: torch.device
     mesh: DeviceMesh | None
     timeout_s: float
+    skeleton: nn.Module | None = None
+    loss_fn: Callable[..., torch.Tensor] | None = None
 
     def build(self) -> ParallelModule:
         """Return the module: stage, tensor parallelism, recompute, ZeRO, pipeline in turn."""
@@ -197,6 +212,7 @@ class _Emission:
             run_step=run_step,
             sources=self._sources(stages, sources),
             computes_loss=own[-1].index == len(stages) - 1,
+            evaluator=self._evaluator(stages, own, parts),
         )
         holder.append(module)
         return module
@@ -222,6 +238,31 @@ class _Emission:
     def _leaves(self, stage: StageSlice) -> list[int]:
         """Return the positions of the batch leaves that a stage reads."""
         return [self.program.inputs.index(name) for name in stage.batch_inputs]
+
+    def _evaluator(
+        self,
+        stages: Sequence[StageSlice],
+        own: Sequence[StageSlice],
+        parts: Sequence[StagePart],
+    ) -> RankEvaluator | None:
+        if self.skeleton is None:
+            return None
+        return RankEvaluator(
+            [
+                Evaluator(
+                    plan=self.plan,
+                    program=self.program,
+                    stages=stages,
+                    index=stage.index,
+                    skeleton=self.skeleton,
+                    loss_fn=self.loss_fn,
+                    root=part.root,
+                    mesh=self.mesh,
+                    device=self.device,
+                )
+                for stage, part in zip(own, parts, strict=True)
+            ]
+        )
 
     def _rank(self, name: str) -> int:
         return self.mesh.get_local_rank(name) if self.mesh is not None else 0
@@ -332,6 +373,7 @@ class _Emission:
             mesh=self.mesh["dp"],
             is_mixed=self._is_mixed,
             is_pipeline=self.plan.mesh.pp > 1,
+            offload=self.plan.offload,
         )
 
     def _runner(
@@ -346,7 +388,7 @@ class _Emission:
             return lambda count: holder[0].run_microbatches(count)
         assert self.mesh is not None, "a pipeline has a mesh"
         program, dtype = self.program, self._compute_dtype
-        is_wrapped = self.plan.mesh.dp > 1 or self._is_mixed
+        is_wrapped = self.plan.mesh.dp > 1 or self._is_mixed or self.plan.offload != "none"
         return pipeline_runner(
             [
                 PipelinePart(

@@ -112,6 +112,7 @@ def estimate(
     product_dtype: str | None = None,
     is_compiled: bool = False,
     attention_kernel: str = "",
+    offload: Literal["none", "optimizer"] = "none",
     traces: MutableMapping[int, Trace] | None = None,
 ) -> Estimate:
     """Return what a given configuration takes and needs.
@@ -137,6 +138,8 @@ def estimate(
         is_compiled: memory-bound ops of a block that hand their results on run as one kernel.
         attention_kernel: implementation of fused attention as the profile's tables name it, such as
             `flash1`; empty: the profile's default.
+        offload: `optimizer`: shards of parameters, gradients and optimizer state lie in host
+            memory; with zero_stage=3 only.
         traces: filled with the traces by micro-batch size; give the same mapping again for the
             same model and batch to save the tracing.
 
@@ -154,6 +157,7 @@ def estimate(
         mixed_precision=mixed_precision,
         autocast=autocast,
         name=name,
+        offload=() if offload == "none" else offload,
         pins={"microbatch_size": microbatch_size},
     )
     _check_choices(recompute, zero_stage, tensor_layout, sequence_parallel, product_dtype, tp)
@@ -176,6 +180,7 @@ def estimate(
         microbatch_size=microbatch_size,
         schedule=schedule,
         virtual_stages=virtual_stages,
+        offload=offload,
     )
     trace = planner.trace(microbatch_size)
     ends = _ends(trace, stage_ends, pp, virtual_stages)
@@ -328,6 +333,7 @@ def _setting(
     microbatch_size: int,
     schedule: str,
     virtual_stages: int,
+    offload: Literal["none", "optimizer"],
 ) -> Setting:
     sizes = {
         "tp": tp,
@@ -338,6 +344,8 @@ def _setting(
     for label, value in sizes.items():
         if value < 1:
             raise ValueError(f"{label}={value}: must be at least 1")
+    if offload != "none" and zero_stage != 3:
+        raise ValueError(f"offload={offload!r} with zero_stage={zero_stage}: it needs zero_stage=3")
     dp = dp if dp is not None else world // (tp * pp)
     if dp < 1 or dp * tp * pp != world:
         raise ValueError(f"dp={dp} * tp={tp} * pp={pp} is not the {world} devices of the cluster")
@@ -364,9 +372,10 @@ def _setting(
         dp=dp,
         tp=tp,
         pp=pp,
-        zero_stage=zero_stage if dp > 1 else 0,
+        zero_stage=zero_stage if dp > 1 or offload != "none" else 0,
         microbatch_size=microbatch_size,
         num_microbatches=m,
         schedule="none" if pp == 1 else schedule,  # type: ignore[arg-type]
         virtual_stages=virtual_stages,
+        offload=offload,
     )

@@ -21,7 +21,7 @@ from autoplan.opaque import OpaqueCall
 from autoplan.program import Op, Ref, TensorMeta
 from autoplan.segments import FlatProgram
 
-__all__ = ["ExportError", "flattened"]
+__all__ = ["ExportError", "flattened", "pack"]
 
 GENERATOR_NOTE = (
     "the model or the loss draws from a torch.Generator of its own: a captured block draws from it "
@@ -74,6 +74,11 @@ def flattened(
     return _Flattener(exported, prefix, calls, notes).flat_program(keys)
 
 
+def pack(*values: Any) -> tuple[Any, ...]:
+    """Return several outputs as one value."""
+    return values
+
+
 @dataclass(slots=True)
 class _Flattener:
     """Reads an exported graph as ops; drops assertions, guards and casts that change nothing."""
@@ -110,7 +115,7 @@ class _Flattener:
                 if node.name not in states and node.name not in lifted:
                     self.inputs.append(node.name)
             elif node.op == "output":
-                self.loss = self._name(node.args[0][0])
+                self.loss = self._result(node.args[0])
             else:
                 self._add(node, self.exported.graph_module, "")
         if any(isinstance(value, torch.Generator) for value in self.objects.values()):
@@ -131,6 +136,29 @@ class _Flattener:
             loss=self.loss,
             notes=tuple(dict.fromkeys(self.notes)),
         )
+
+    def _result(self, nodes: Sequence[Any]) -> str:
+        """Return the value that the program makes: its output, or all of several as one tuple."""
+        names = [self._name(node) for node in nodes]
+        if len(names) == 1:
+            return names[0]
+        made = {op.name for op in self.ops}
+        name = "outputs"
+        while name in made or name in self.metas:
+            name += "_"
+        packed = Op(
+            name=name,
+            target=pack,
+            args=tuple(Ref(one) for one in names),
+            kwargs={},
+            fqn="",
+            line="",
+            meta=None,
+        )
+        self.ops.append(packed)
+        self.stacks[name] = ()
+        self.metas[name] = None
+        return name
 
     def _required(self, name: str) -> TensorMeta:
         meta = self.metas[name]

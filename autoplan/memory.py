@@ -82,11 +82,12 @@ class StaticBytes:
 
 
 def uses_fsdp(setting: Setting, is_mixed: bool) -> bool:
-    """Return whether parameters are gathered from shards: ZeRO 1 to 3, or another stored dtype.
+    """Return whether parameters are gathered: ZeRO 1 to 3, another stored dtype, or from the host.
 
     ZeRO 0 holds whole parameters only once and reduces gradients in place.
     """
-    return (setting.dp > 1 and setting.zero_stage >= 1) or is_mixed
+    is_sharded = setting.dp > 1 and setting.zero_stage >= 1
+    return is_sharded or is_mixed or setting.offload != "none"
 
 
 def static_bytes(
@@ -94,10 +95,14 @@ def static_bytes(
 ) -> StaticBytes:
     """Return the resident bytes of a group under a ZeRO stage; shares round up.
 
+    Shards on the host take nothing of the device.
+
     With a gradient buffer, parameters lie whole in the dtype of the computation and gradients whole
     beside them; a copy in the stored dtype, where that is another, belongs to the optimizer:
     2 + 4 bytes per bfloat16 parameter and 12 / dp of ZeRO-1 (Megatron-LM, distributed optimizer).
     """
+    if setting.offload != "none":
+        return StaticBytes(parameters=0, gradients=0, optimizer=0)
     shards = setting.dp if setting.zero_stage >= 1 else 1
     states = int(group.trained * optimizer.state_bytes_per_byte)
     if engine.has_gradient_buffer:
@@ -243,6 +248,7 @@ class _Walk:
         self.is_mixed = is_mixed
         self.is_gloo = is_gloo
         self.is_pipeline = setting.pp > 1
+        self.is_offloaded = setting.offload != "none"
         self.is_foreach = optimizer.is_foreach
         self.wrapped = uses_fsdp(setting, is_mixed) and not self.has_buffer
         statics = [static_bytes(b.group, setting, optimizer, engine) for b in blocks]
@@ -257,6 +263,7 @@ class _Walk:
                 key = root if blocks[index].is_glue else index
                 groups.setdefault(key, []).append(blocks[index].group)
             self.order += [k for k in (root, *part) if k in groups]
+        self.stored = {k: sum(g.stored for g in v) for k, v in groups.items()}
         self.compute = {k: sum(g.gathered for g in v) for k, v in groups.items()}
         self.grads = {k: sum(g.gathered_grads for g in v) for k, v in groups.items()}
         self.whole = {k: sum(g.trained for g in v) for k, v in groups.items()}
@@ -329,7 +336,7 @@ class _Walk:
         temporary = sum(self.whole.values()) if self.is_foreach else 2 * self.largest
         if self.has_buffer and not self.is_foreach:
             temporary = 0  # one fused kernel over all parameters
-        self.note("the optimizer step", -(-temporary // shards))
+        self.note("the optimizer step", 0 if self.is_offloaded else -(-temporary // shards))
 
     def _forward(self, part: range) -> None:
         self._gather_forward(self.root)
@@ -365,11 +372,16 @@ class _Walk:
         earlier = list(self.buffers)
         if self.zero > 0 and self.setting.dp > 1:
             self.buffers[group] = size
-            self.note("gathering parameters", size // self.setting.dp if self.is_mixed else 0)
+            copied = size // self.setting.dp if self.is_mixed else 0
+            self.note("gathering parameters", copied + self._copied_in(group))
         self.gathered[group] = size
-        self.note("gathering parameters")
+        self.note("gathering parameters", 0 if self.setting.dp > 1 else self._copied_in(group))
         for other in earlier:
             del self.buffers[other]
+
+    def _copied_in(self, group: int) -> int:
+        """Return the bytes of a shard that comes from the host for a gather."""
+        return -(-self.stored[group] // self.setting.dp) if self.is_offloaded else 0
 
     def _backward(self, is_last: bool, part: range) -> None:
         syncs = self.wrapped and (self.zero >= 2 or (is_last and not self.is_pipeline))
@@ -445,7 +457,7 @@ class _Walk:
     def _gather_backward(self, group: int) -> None:
         if group in self.compute and group not in self.gathered:
             self.gathered[group] = self.compute[group]
-            self.note("gathering parameters for backward")
+            self.note("gathering parameters for backward", self._copied_in(group))
         self.buffers.clear()
 
     def _prefetch(self, index: int) -> None:
@@ -453,7 +465,7 @@ class _Walk:
         earlier = next((i for i in before if i in self.compute), None)
         if earlier is not None and self.setting.dp > 1:
             self.buffers[earlier] = self.compute[earlier]
-            self.note("prefetching parameters")
+            self.note("prefetching parameters", self._copied_in(earlier))
 
     def _reduce(self, group: int, reshards: bool, retained: int = 0) -> None:
         if reshards:
@@ -467,4 +479,4 @@ class _Walk:
         copy = size if self.is_gloo and self.zero > 0 else 0
         shard = -(-self.whole[group] // self.setting.dp) if self.zero > 0 else self.whole[group]
         self.note("reducing gradients", shard + copy + retained)
-        self.sharded[group] = shard
+        self.sharded[group] = 0 if self.is_offloaded else shard

@@ -46,6 +46,7 @@ def optimize(
     time_limit_s: float = 120.0,
     progress: Callable[[Progress], None] | None = None,
     compare: bool = True,
+    offload: Sequence[str] | str = (),
     within: Mapping[str, Sequence[int]] | None = None,
     forbid: Mapping[str, Any] | None = None,
     **pins: Any,
@@ -68,6 +69,8 @@ def optimize(
         time_limit_s: after it, the best plan so far is returned with its gap.
         progress: called as the search goes on.
         compare: price simpler strategies beside the plan.
+        offload: what a plan may keep in host memory, where nothing else fits or it is faster:
+            `optimizer`, for shards of parameters, gradients and optimizer state.
         within: bounds of settings, both ends allowed: `{"tp": (1, 4)}`.
         forbid: values that settings may not have: `{"tp": [8], "zero_stage": 3}`.
         **pins: fixed settings: dp, tp, pp, zero_stage, microbatch_size, num_microbatches,
@@ -90,6 +93,7 @@ def optimize(
         mixed_precision=mixed_precision,
         autocast=autocast,
         name=name,
+        offload=offload,
         pins=pins,
         limits=make_limits(within, forbid),
     )

@@ -136,6 +136,7 @@ class Predicted:
         time_by_category: of the step, seconds by category.
         capacity_bytes: Device_Memory that every peak was held against.
         lookups: how many cost look-ups were measured, interpolated, extrapolated, roofline.
+        host_bytes: per stage, bytes of a rank's shards in host memory; empty without offload.
     """
 
     step_time_s: float
@@ -145,6 +146,7 @@ class Predicted:
     time_by_category: dict[str, float]
     capacity_bytes: int
     lookups: dict[str, int]
+    host_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +209,8 @@ class Plan:
         global_batch_size: dp * num_microbatches * microbatch_size.
         schedule: `none` without a pipeline.
         mixed_precision: `bfloat16` computes in it over parameters of the model's own dtype.
+        offload: `optimizer`: shards of parameters, gradients and optimizer state lie in host memory
+            and the optimizer steps there.
         autocast: dtype of the `torch.autocast` that forward and recomputation run under.
         optimizer: name of the optimizer that the memory was counted for.
         stages: blocks of each stage, in the order of the chain; stage s is on rank s % pp of the
@@ -237,6 +241,7 @@ class Plan:
     schedule: Schedule
     mixed_precision: Literal["none", "bfloat16"] = "none"
     autocast: Literal["none", "bfloat16"] = "none"
+    offload: Literal["none", "optimizer"] = "none"
     optimizer: str
     stages: tuple[StagePlan, ...]
     recompute: dict[str, Recompute]

@@ -99,6 +99,7 @@ def _samples(
             num_microbatches=plan.num_microbatches,
             schedule=schedule,  # type: ignore[arg-type]
             virtual_stages=len(stages),
+            offload=plan.offload,
         ),
         Optimizer(
             name=plan.optimizer,

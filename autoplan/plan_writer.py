@@ -8,6 +8,7 @@ from typing import TypeVar
 from autoplan.costs import PlanPrice, Pricer
 from autoplan.frontiers import Decision
 from autoplan.graph import Trace
+from autoplan.offload import host_bytes
 from autoplan.plan import (
     BlockPlan,
     Layout,
@@ -60,6 +61,7 @@ def write_plan(
         schedule=setting.schedule,
         mixed_precision=pricer.workload.mixed_precision,
         autocast=pricer.workload.autocast,
+        offload=setting.offload,
         optimizer=pricer.workload.optimizer.name,
         stages=tuple(stages),
         recompute=names.recompute,
@@ -73,6 +75,7 @@ def write_plan(
             time_by_category=price.time_by_category,
             capacity_bytes=cluster.total_bytes,
             lookups=lookups,
+            host_bytes=_host_bytes(pricer, setting, ends, decisions),
         ),
         search=search,
         simpler=simpler,
@@ -90,6 +93,19 @@ def write_plan(
         notes=trace.notes,
         costs=plan_costs(pricer, setting, ends, decisions),
     )
+
+
+def _host_bytes(
+    pricer: Pricer, setting: Setting, ends: Sequence[int], decisions: Sequence[Decision]
+) -> tuple[int, ...]:
+    """Return per stage the bytes of a rank's shards in host memory; empty without offload."""
+    if setting.offload == "none":
+        return ()
+    stages = [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
+    blocks = [
+        pricer.stage_blocks(calls, [decisions[c] for c in calls], setting) for calls in stages
+    ]
+    return tuple(host_bytes([b.group for b in own], setting, pricer.workload) for own in blocks)
 
 
 class _Names:

@@ -26,6 +26,7 @@ from autoplan.costs import Pricer
 from autoplan.frontiers import Decision, Frontiers
 from autoplan.graph import Trace
 from autoplan.limits import Limits, constraint_texts
+from autoplan.offload import check_offload
 from autoplan.plan import Plan, SearchRecord, Simpler
 from autoplan.plan_writer import write_plan
 from autoplan.scaling import interpolate
@@ -265,6 +266,7 @@ def make_planner(
     mixed_precision: str = "auto",
     autocast: torch.dtype | None = None,
     name: str | None = None,
+    offload: Sequence[str] | str = (),
     pins: Mapping[str, Any] | None = None,
     limits: Limits = NO_LIMITS,
 ) -> Planner:
@@ -292,6 +294,7 @@ def make_planner(
         mixed_precision=_precision(model, "none" if autocast else mixed_precision, is_gpu),
         autocast=check_autocast(model, autocast, mixed_precision),
         parameter_bytes_per_traced_byte=1,
+        offload=check_offload(offload, cluster),
     )
     if workload.mixed_precision != "none":
         workload = replace(workload, parameter_bytes_per_traced_byte=2)

@@ -129,6 +129,10 @@ def plan(
     autocast: Annotated[
         str, typer.Option(help="Run the forward under torch.autocast: none or bfloat16.")
     ] = "none",
+    offload: Annotated[
+        list[str] | None,
+        typer.Option(help="Let a plan keep states in host memory: optimizer."),
+    ] = None,
     batch_dim: Annotated[
         str, typer.Option(help="Where the batch lies in the inputs: 1, or 1,0, or x=1,mask=none.")
     ] = "0",
@@ -169,6 +173,7 @@ def plan(
                 name=loaded.name,
                 time_limit_s=time_limit,
                 progress=show,
+                offload=offload or (),
                 within=bounds,
                 forbid=forbidden,
                 **pins,

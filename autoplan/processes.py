@@ -18,7 +18,7 @@ from autoplan.errors import EmitError
 from autoplan.launcher import ERROR_FOLDER
 from autoplan.plan import Mesh
 
-__all__ = ["agree", "ensure_process_group", "exit_worker", "run_worker", "seed_ranks"]
+__all__ = ["agree", "ensure_process_group", "exit_worker", "run_worker", "seed_rank", "seed_ranks"]
 
 _SEED_STRIDE = 1_000_003
 
@@ -70,7 +70,13 @@ def seed_ranks(mesh: Mesh) -> None:
     """
     seeds: list[int] = [torch.initial_seed() % 2**62]
     dist.broadcast_object_list(seeds, src=0)
-    torch.manual_seed(seeds[0] + _SEED_STRIDE * (dist.get_rank() // mesh.tp))
+    seed_rank(mesh, seeds[0])
+
+
+def seed_rank(mesh: Mesh, seed: int) -> None:
+    """Seed this process from a seed of the plan; see `seed_ranks`."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(seed + _SEED_STRIDE * (rank // mesh.tp))
 
 
 def run_worker(main: Callable[[], None]) -> NoReturn:

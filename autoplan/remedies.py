@@ -18,7 +18,7 @@ from autoplan.frontiers import Decision
 from autoplan.limits import constraint_texts, kept_constraints
 from autoplan.memory import StageMemory
 from autoplan.profiles.catalog import list_profiles, load_profile
-from autoplan.settings import Setting
+from autoplan.settings import OFFLOADS, Setting
 from autoplan.stage_ends import even_stage_ends, is_runnable
 from autoplan.units import format_bytes, format_bytes_up
 
@@ -168,6 +168,9 @@ def find_remedies(planner: Planner, need: int) -> tuple[str, ...]:
     """
     found = [f"device memory of {format_bytes_up(need)} on the same devices"]
     found += _unpinned(planner)
+    if not planner.workload.offload and _fits(planner, offload=OFFLOADS):
+        names = ", ".join(OFFLOADS)
+        found.append(f"offload='{names}' (shards of all states in host memory; slower)")
     for cluster in _larger(planner.cluster):
         if _fits(planner, cluster=cluster):
             found.append(f"{cluster.world_size} devices ({cluster})")
@@ -222,6 +225,7 @@ def _fits(
     cluster: Cluster | None = None,
     pins: Mapping[str, Any] | None = None,
     constraints: Collection[str] | None = None,
+    offload: tuple[str, ...] = (),
 ) -> bool:
     """Return whether the plan of least memory of a changed problem fits.
 
@@ -233,6 +237,10 @@ def _fits(
         changed.pins = pins
     if constraints is not None:
         changed.pins, changed.limits = kept_constraints(changed.pins, changed.limits, constraints)
+    if offload:
+        if planner.cluster.is_cpu:
+            return False
+        changed.workload = replace(planner.workload, offload=offload)
     if cluster is not None:
         changed.cluster = cluster
         if cluster.gpus_per_node == planner.cluster.gpus_per_node:

@@ -45,6 +45,9 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"{format_bytes(max(predicted.peak_memory_bytes))} of "
         f"{format_bytes(predicted.capacity_bytes)} a device"
     )
+    if predicted.host_bytes:
+        most = format_bytes(max(predicted.host_bytes))
+        yield f"  offload: up to {most} of each rank's states in host memory, where it steps"
     if search.status == "priced":
         yield "  given, not searched"
     else:

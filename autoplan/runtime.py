@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autoplan.errors import EmitError
 from autoplan.sharders import local_tensor, normalise_gradient
 from autoplan.stage_parts import StagePart, joined
 from autoplan.training_state import load_checkpoint, save_checkpoint
@@ -117,6 +118,16 @@ class Tie:
     is_counted: bool
 
 
+class Evaluation(Protocol):
+    """What evaluates the model on this rank; see `autoplan.evaluation`."""
+
+    def loss(self, batch: Any) -> torch.Tensor | None:
+        """Return the loss on the last stage, None on others."""
+
+    def output(self, batch: Any) -> Any:
+        """Return the model's output on the last stage, None on others."""
+
+
 class ParallelModule(nn.Module):
     """This rank's part of a model, run by a plan; made by `parallelize`.
 
@@ -136,8 +147,10 @@ class ParallelModule(nn.Module):
         run_step: Callable[[int], list[torch.Tensor]],
         sources: Sequence[str],
         computes_loss: bool,
+        evaluator: Evaluation | None = None,
     ) -> None:
         super().__init__()
+        self.training = self._is_trained_in = parts[0].root.training
         self.plan = plan
         self.mesh = mesh
         self._parts = tuple(parts)
@@ -148,6 +161,7 @@ class ParallelModule(nn.Module):
         self._run_step = run_step
         self._sources = tuple(sources)
         self._computes_loss = computes_loss
+        self._evaluator = evaluator
 
     def train_step(self, batch: Any) -> torch.Tensor:
         """Run forward and backward of this rank's batch; return the mean loss of all ranks.
@@ -158,8 +172,12 @@ class ParallelModule(nn.Module):
                 same.
 
         Raises:
-            ValueError: the batch has another size than the plan's.
+            ValueError: the batch has another size than the plan's, or the module is in another mode
+                than it was planned in.
         """
+        if self.training != self._is_trained_in:
+            mode = "train" if self._is_trained_in else "eval"
+            raise ValueError(f"the plan is for {mode} mode: call {mode}() before train_step")
         count = self.plan.num_microbatches
         self._feed(self._splitter.microbatches(batch))
         for part in self._parts:
@@ -205,8 +223,51 @@ class ParallelModule(nn.Module):
         return self._splitter.share(global_batch)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: a parallel module runs whole steps."""
-        raise NotImplementedError("a parallel module has no forward; call train_step(batch)")
+        """Return the model's output in eval mode, without gradients: `module(**batch)`.
+
+        All ranks call it with their rows, of equal shapes; any shape that the model takes is
+        allowed, and is traced anew when it first comes. The rows are run at once.
+
+        Returns:
+            What the model returns, on the last stage of a pipeline; None on other stages.
+
+        Raises:
+            EmitError: the module is in train mode, or gradients are wanted.
+        """
+        if torch.is_grad_enabled():
+            raise EmitError(
+                "forward evaluates and has no gradient: call it under torch.no_grad(), and "
+                "train_step(batch) to train"
+            )
+        if args and kwargs:
+            raise EmitError("pass all inputs by position or all by keyword")
+        return self._evaluation().output(kwargs or args)
+
+    def eval_step(self, batch: Any) -> torch.Tensor:
+        """Return the mean loss of all ranks in eval mode; nothing changes.
+
+        All ranks call it with their rows, of equal shapes, in the form of `train_step`'s batch; any
+        number of rows and any length is allowed, and is traced anew when it first comes. The rows
+        are run at once.
+
+        Raises:
+            EmitError: the module is in train mode.
+        """
+        loss = self._evaluation().loss(batch)
+        return self._mean_loss([loss] if loss is not None else [])
+
+    def _evaluation(self) -> Evaluation:
+        if self._evaluator is None:
+            raise EmitError("this module trains only: make it with plan.parallelize to evaluate")
+        if self.training:
+            raise EmitError("the module is in train mode: call eval() before evaluating")
+        return self._evaluator
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        """Switch to train mode, or to eval mode, in which `eval_step` and `forward` run."""
+        self.training = mode
+        self.__dict__["_root"].train(mode)
+        return self
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -232,7 +293,7 @@ class ParallelModule(nn.Module):
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for _, gradient in named:
             local = local_tensor(gradient)
-            local.mul_(scale.to(local.dtype))
+            local.mul_(scale.to(local.device, local.dtype))
         return norm
 
     @torch.no_grad()
@@ -257,7 +318,7 @@ class ParallelModule(nn.Module):
         *,
         extra: Any = None,
     ) -> None:
-        """Write parameters, buffers and the optimizer's state to the folder `path`.
+        """Write parameters, buffers, the optimizer's and the random state to the folder `path`.
 
         All ranks call it, between steps. It loads under any other plan. A checkpoint that is there
         is replaced only when the new one is whole.
@@ -270,19 +331,35 @@ class ParallelModule(nn.Module):
         Raises:
             EmitError: a rank could not write; on every rank.
         """
-        save_checkpoint(self.__dict__["_root"], self._aliases, path, optimizer, extra)
+        save_checkpoint(
+            self.__dict__["_root"],
+            self._aliases,
+            path,
+            optimizer,
+            extra,
+            mesh=self.plan.mesh,
+            device=self._splitter.device,
+        )
 
     def load_checkpoint(
         self, path: str | Path, optimizer: torch.optim.Optimizer | None = None
     ) -> Any:
         """Read a checkpoint that any plan of this model saved, and return its `extra`.
 
-        All ranks call it. The optimizer's state and hyper-parameters become those saved.
+        All ranks call it. The optimizer's state and hyper-parameters become those saved, and under
+        a plan of the same degrees the generators of every rank; see `autoplan.random_state`.
 
         Raises:
             EmitError: there is none, or it is of another model.
         """
-        return load_checkpoint(self.__dict__["_root"], self._aliases, path, optimizer)
+        return load_checkpoint(
+            self.__dict__["_root"],
+            self._aliases,
+            path,
+            optimizer,
+            mesh=self.plan.mesh,
+            device=self._splitter.device,
+        )
 
     def code(self, stage: int | None = None) -> str:
         """Return the text of what `stage` runs (all of this rank's own, if None)."""

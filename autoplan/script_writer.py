@@ -352,6 +352,7 @@ class _Script:
             "microbatch_size": repr(plan.microbatch_size),
             "mixed_precision": repr(plan.mixed_precision),
             "autocast": repr(program.autocast),
+            "offload": repr(plan.offload),
             "input_keys": repr(program.input_keys),
             "batch_dims": repr(tuple(program.batch_dims)),
             "aliases": repr(ties),

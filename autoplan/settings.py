@@ -16,6 +16,7 @@ from autoplan.schedules import MULTI_STAGE, enough_rounds, in_flight
 
 __all__ = [
     "NO_LIMITS",
+    "OFFLOADS",
     "PIN_KEYS",
     "Optimizer",
     "Setting",
@@ -27,6 +28,7 @@ __all__ = [
 
 PIN_KEYS = ("dp", "tp", "pp", "zero_stage", "microbatch_size", "num_microbatches", "recompute")
 NO_LIMITS = Limits()
+OFFLOADS = ("optimizer",)
 _RECOMPUTE = ("none", "full", "selective")
 _MAX_MICROBATCH_ROWS = 64
 
@@ -86,6 +88,7 @@ class Workload:
         attention_kernel: implementation of fused attention, as the profile names it; empty: its own
             default.
         is_compiled: memory-bound ops that hand their results on run as one kernel.
+        offload: what a plan may keep in host memory: names of `OFFLOADS`.
     """
 
     global_batch_size: int
@@ -97,6 +100,7 @@ class Workload:
     product_dtype: str | None = None
     is_compiled: bool = False
     attention_kernel: str = ""
+    offload: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -111,6 +115,8 @@ class Setting:
         schedule: of the pipeline.
         virtual_stages: stages of each rank; above 1 under `interleaved` and `zero_bubble` only
             (Narayanan et al. 2021, section 2.2).
+        offload: `optimizer`: shards of parameters, gradients and optimizer state lie in host
+            memory and the optimizer steps there; with ZeRO 3 only, on one device too.
     """
 
     dp: int
@@ -121,6 +127,7 @@ class Setting:
     num_microbatches: int
     schedule: Literal["none", "gpipe", "1f1b", "interleaved", "zero_bubble"]
     virtual_stages: int = 1
+    offload: Literal["none", "optimizer"] = "none"
 
     def __str__(self) -> str:
         return (
@@ -128,12 +135,14 @@ class Setting:
             f"mbs={self.microbatch_size} m={self.num_microbatches}"
             + (f" v={self.virtual_stages}" if self.virtual_stages > 1 else "")
             + ("" if self.schedule in _USUAL_SCHEDULES else f" {self.schedule}")
+            + (" offload" if self.offload != "none" else "")
         )
 
     @property
     def simplicity(self) -> tuple[int, ...]:
         """Return the order in which ties are broken: fewer ways of being parallel first."""
         return (
+            int(self.offload != "none"),
             self.pp,
             self.tp,
             self.zero_stage,
@@ -204,7 +213,7 @@ def settings_of(
     Rules: dp * tp * pp is the number of devices; tp stays inside a node; there are at least as many
     blocks with parameters (`num_blocks`) as stages; the batch divides into dp * num_microbatches *
     microbatch_size; 1F1B has at least as many micro-batches as stages; without data parallelism
-    there is nothing to shard.
+    there is nothing to shard, unless the shards may lie on the host.
     """
     for setting in _unlimited(cluster, workload, num_blocks, pins, devices or cluster.world_size):
         if limits.allows_all({name: getattr(setting, name) for name in LIMITED_KEYS}):
@@ -240,7 +249,7 @@ def _batch_settings(
             continue
         if pp > 1 and m < pp:
             continue
-        for zero in (0, 1, 2, 3) if dp > 1 else (0,):
+        for zero, offload in _sharding(dp, workload):
             if pins.get("zero_stage", zero) != zero:
                 continue
             yield Setting(
@@ -251,7 +260,16 @@ def _batch_settings(
                 microbatch_size=size,
                 num_microbatches=m,
                 schedule="1f1b" if pp > 1 else "none",
+                offload=offload,
             )
+
+
+def _sharding(dp: int, workload: Workload) -> Iterator[tuple[int, Literal["none", "optimizer"]]]:
+    """Yield the ZeRO stages and what they offload."""
+    for zero in (0, 1, 2, 3) if dp > 1 else (0,):
+        yield zero, "none"
+    if "optimizer" in workload.offload:
+        yield 3, "optimizer"
 
 
 def _divisors(number: int) -> list[int]:
@@ -286,7 +304,8 @@ def broken_rules(
             f"1F1B over pp={pp} stages needs as many micro-batches, dp={dp} leaves "
             f"{batch // (dp * size)}"
         )
-    if pins.get("zero_stage", 0) and dp == 1 and ("dp" in pins or {"tp", "pp"} <= given.keys()):
+    is_whole = dp == 1 and not (workload.offload and pins.get("zero_stage") == 3)
+    if pins.get("zero_stage", 0) and is_whole and ("dp" in pins or {"tp", "pp"} <= given.keys()):
         found.append(f"zero_stage={pins['zero_stage']} shards over dp, which is 1")
     return tuple(found)
 

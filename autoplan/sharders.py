@@ -16,12 +16,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from autoplan import compat
 
 __all__ = ["GradientReducer", "Sharder", "Unsharded", "local_tensor", "shard", "store_in_float32"]
+
+
+# Gradients below this size are reduced together: each collective of its own costs a launch. NCCL
+# reduces them where they are, gloo copies them.
+_TOGETHER_BYTES = 4 << 20
 
 
 class Sharder(Protocol):
@@ -54,6 +65,8 @@ class Unsharded:
 class GradientReducer:
     """ZeRO 0: average gradients in place over the data-parallel ranks, as backward makes them.
 
+    Small gradients wait for others and go together; a large one goes alone, without a copy.
+
     Attributes:
         parameters: in an order that all ranks share.
         group: data-parallel ranks.
@@ -65,7 +78,9 @@ class GradientReducer:
     overlaps: bool
     _is_last: bool = False
     _started: set[int] = field(default_factory=set)
-    _works: list[tuple[torch.Tensor, Any]] = field(default_factory=list)
+    _waiting: list[torch.Tensor] = field(default_factory=list)
+    _waiting_bytes: int = 0
+    _works: list[tuple[list[torch.Tensor], Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.overlaps:
@@ -85,24 +100,39 @@ class GradientReducer:
     def after_step(self) -> None:
         for parameter in self.parameters:
             if parameter.grad is not None and id(parameter) not in self._started:
-                self._start(parameter)
-        for tensor, work in self._works:
+                self._add(parameter)
+        self._start_waiting()
+        for tensors, work in self._works:
             work.wait()
-            tensor.div_(self.group.size())
+            torch._foreach_div_(tensors, self.group.size())
         self._works.clear()
         self._is_last = False
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if self._is_last:
-            self._start(parameter)
+            self._add(parameter)
 
-    def _start(self, parameter: torch.Tensor) -> None:
+    def _add(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None, "a hook ran before its gradient"
         self._started.add(id(parameter))
         normalise_gradient(parameter)
         local = local_tensor(parameter.grad)
-        work = dist.all_reduce(local, group=self.group, async_op=True)
-        self._works.append((local, work))
+        if local.nbytes >= _TOGETHER_BYTES:
+            work = dist.all_reduce(local, group=self.group, async_op=True)
+            self._works.append(([local], work))
+            return
+        if self._waiting and self._waiting[0].dtype != local.dtype:
+            self._start_waiting()
+        self._waiting.append(local)
+        self._waiting_bytes += local.nbytes
+        if self._waiting_bytes >= _TOGETHER_BYTES:
+            self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        if self._waiting:
+            work = compat.all_reduce_together(self._waiting, self.group)
+            self._works.append((self._waiting, work))
+            self._waiting, self._waiting_bytes = [], 0
 
 
 @dataclass(slots=True)
@@ -170,6 +200,7 @@ def shard(
     mesh: DeviceMesh,
     is_mixed: bool,
     is_pipeline: bool,
+    offload: str = "none",
 ) -> Sharder:
     """Apply data parallelism to a stage root in place.
 
@@ -180,8 +211,9 @@ def shard(
         mesh: the one-dimensional data-parallel mesh; of size 1 it matters for mixed precision only.
         is_mixed: compute in bfloat16 and reduce in float32.
         is_pipeline: several stages; ZeRO 2 and 3 then hide the root from torch's runtime.
+        offload: `optimizer`: shards and their gradients lie in host memory.
     """
-    if mesh.size() == 1 and not is_mixed:
+    if mesh.size() == 1 and not is_mixed and offload == "none":
         return Unsharded()
     if zero_stage == 0 and not is_mixed:
         return GradientReducer(
@@ -195,7 +227,11 @@ def shard(
         wrap = functools.partial(compat.replicate, mesh=mesh, mp_policy=policy)
     else:
         wrap = functools.partial(
-            fully_shard, mesh=mesh, mp_policy=policy, shard_placement_fn=_fsdp_placement
+            fully_shard,
+            mesh=mesh,
+            mp_policy=policy,
+            shard_placement_fn=_fsdp_placement,
+            **_offload_policy(offload, mesh),
         )
     for block in _separable(root, blocks):
         if zero_stage == 0:
@@ -208,6 +244,13 @@ def shard(
         wrap(root, reshard_after_forward=zero_stage == 3 and is_pipeline)
     assert isinstance(root, FSDPModule), "the stage root was not wrapped"
     return FsdpSharder(root, zero_stage, is_hidden=is_pipeline and zero_stage >= 2)
+
+
+def _offload_policy(offload: str, mesh: DeviceMesh) -> dict[str, OffloadPolicy]:
+    """Return the argument of `fully_shard`; only memory that a device copies from is pinned."""
+    if offload == "none":
+        return {}
+    return {"offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")}
 
 
 def _fsdp_placement(parameter: nn.Parameter) -> Shard | None:

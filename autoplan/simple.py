@@ -78,11 +78,22 @@ def simple_strategies(planner: Planner) -> tuple[Strategy, ...]:
                 label = f"tp {node}, pp {pp}, even cuts, recompute all"
                 wanted.append((label, {**mixed, "pp": pp}, "full", world))
     found = [_best(planner, *item) for item in wanted]
+    if planner.workload.offload:
+        pins = {"dp": world, "zero_stage": 3}
+        for recompute, label in (("none", ""), ("full", ", recompute all")):
+            label = f"ZeRO-3, states on the host{label}"
+            found.append(_best(planner, label, pins, recompute, world, is_offloaded=True))
     return tuple(s for s in found if s is not None)
 
 
 def _best(
-    planner: Planner, name: str, pins: dict[str, int], recompute: str, devices: int
+    planner: Planner,
+    name: str,
+    pins: dict[str, int],
+    recompute: str,
+    devices: int,
+    *,
+    is_offloaded: bool = False,
 ) -> Strategy | None:
     """Return the strategy at the micro-batch size that suits it best, or None where none can be."""
     num_blocks = sum(holders(planner.smallest_trace()))
@@ -93,7 +104,7 @@ def _best(
     options = settings_of(
         planner.cluster, planner.workload, num_blocks, {**pins, **fixed}, devices=devices
     )
-    for setting in _few(list(options)):
+    for setting in _few([s for s in options if (s.offload != "none") == is_offloaded]):
         strategy = price_strategy(planner, name, setting, recompute)
         found.append(strategy)
     if not found:

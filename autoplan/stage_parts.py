@@ -48,6 +48,13 @@ class JoinedRoots(nn.Module):
         roots: tuple[StageRoot, ...] = self.__dict__["_autoplan_roots"]
         return roots
 
+    def train(self, mode: bool = True) -> JoinedRoots:
+        """Switch every stage to train or eval mode."""
+        self.training = mode
+        for root in self._roots:
+            root.train(mode)
+        return self
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:

@@ -9,7 +9,6 @@ from autoplan.frontiers import Decision
 from autoplan.settings import Setting
 from autoplan.stage_costs import BlockCosts, BlockSeconds, PlanCosts, StageCosts
 from autoplan.step_costs import regathers, slowdown_s
-from autoplan.times import overlaps_communication
 
 __all__ = ["plan_costs"]
 
@@ -53,7 +52,7 @@ def plan_costs(
     return PlanCosts(
         blocks={name: block for block, name in names.items()},
         stages=tuple(stages),
-        overlaps=overlaps_communication(pricer.cluster),
+        overlaps=pricer.overlaps(setting),
         state_bytes_per_byte=optimizer.state_bytes_per_byte,
         is_foreach=optimizer.is_foreach,
         reserve_bytes=pricer.cluster.reserved_bytes,
@@ -71,7 +70,7 @@ def _seconds(pricer: Pricer, setting: Setting, call: int, decision: Decision) ->
     group = pricer.own_group(call, decision, setting)
     gather_s, reduce_s = pricer.zero_seconds(group, setting)
     slow_forward_s = slow_backward_s = 0.0
-    if overlaps_communication(pricer.cluster):
+    if pricer.overlaps(setting):
         gathered_s = gather_s if setting.zero_stage == 3 else 0.0
         is_gathered_again = regathers(setting, is_glue=pricer.trace.blocks[block].is_glue)
         regathered_s = gather_s if is_gathered_again else 0.0

@@ -225,6 +225,12 @@ class StageRoot(nn.Module):
         """Set what `forward` runs: `run(activations, batch) -> outputs`."""
         self.__dict__["_autoplan_run"] = run
 
+    def swap_function(self, run: Callable[..., tuple[Any, ...]]) -> Callable[..., Any] | None:
+        """Set what `forward` runs and return what it ran before."""
+        before: Callable[..., Any] | None = self.__dict__["_autoplan_run"]
+        self.__dict__["_autoplan_run"] = run
+        return before
+
     def feed(self, microbatches: Sequence[tuple[torch.Tensor, ...]]) -> None:
         """Queue the batch inputs of the next forwards, which every schedule runs in order."""
         self.__dict__["_autoplan_inputs"] = list(microbatches)

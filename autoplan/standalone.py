@@ -49,6 +49,7 @@ class ScriptPlan:
     Attributes:
         mesh, zero_stage, schedule, num_microbatches, microbatch_size, mixed_precision: as planned.
         autocast: dtype of the autocast around the step, or None.
+        offload: as planned.
         input_keys: paths of the tensors of a batch.
         batch_dims: their batch dimensions.
         aliases: name of each parameter -> first name of the same one.
@@ -63,6 +64,7 @@ class ScriptPlan:
     microbatch_size: int
     mixed_precision: str
     autocast: torch.dtype | None
+    offload: Literal["none", "optimizer"]
     input_keys: tuple[str, ...]
     batch_dims: tuple[int | None, ...]
     aliases: Mapping[str, str]
@@ -172,7 +174,8 @@ def build_stage(
             num_stages=len(stages),
             schedule=plan.schedule,
             num_microbatches=plan.num_microbatches,
-            is_hidden=plan.zero_stage >= 2 and (plan.mesh.dp > 1 or is_mixed),
+            is_hidden=plan.zero_stage >= 2
+            and (plan.mesh.dp > 1 or is_mixed or plan.offload != "none"),
             device=device,
             group=mesh.get_group("pp"),
         )
@@ -225,6 +228,7 @@ def _part(
         mesh=mesh["dp"],
         is_mixed=plan.mixed_precision == "bfloat16",
         is_pipeline=plan.mesh.pp > 1,
+        offload=plan.offload,
     )
     return StagePart(
         root=root,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autoplan.cluster import Cluster
 from autoplan.memory import GroupBytes
+from autoplan.offload import copy_in_s, copy_out_s
 from autoplan.settings import Setting, Workload
 
 __all__ = [
@@ -52,10 +53,15 @@ def data_parallel_times(
     stage 2 gathers once a step and reduce-scatters for every micro-batch, stage 1 does both once a
     step; stage 0 all-reduces once a step (Rajbhandari et al. 2020, section 7;
     docs/design/memory-of-fsdp.md). Gradients are reduced in float32 under mixed precision unless
-    the engine says otherwise.
+    the engine says otherwise. Shards on the host are copied from and to it.
     """
-    if setting.dp == 1 or group.gathered == 0:
+    if group.gathered == 0:
         return DataParallelTimes()
+    if setting.dp == 1:
+        return DataParallelTimes(
+            gather_s=copy_in_s(group, setting, cluster),
+            reduce_s=copy_out_s(group, setting, cluster),
+        )
     link = cluster.link_for(setting.dp, setting.tp)
     reduced = group.trained if workload.engine.is_gradient_wide else group.gathered_grads
     if setting.zero_stage == 0:
@@ -68,7 +74,10 @@ def data_parallel_times(
         return DataParallelTimes(once_gather_s=gather_s, once_reduce_s=reduce_s)
     if setting.zero_stage == 2:
         return DataParallelTimes(once_gather_s=gather_s, reduce_s=reduce_s)
-    return DataParallelTimes(gather_s=gather_s, reduce_s=reduce_s)
+    return DataParallelTimes(
+        gather_s=gather_s + copy_in_s(group, setting, cluster),
+        reduce_s=reduce_s + copy_out_s(group, setting, cluster),
+    )
 
 
 def regathers(setting: Setting, *, is_glue: bool) -> bool:

@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from autoplan import checkpoints
 from autoplan.checkpoints import State
 from autoplan.errors import EmitError
+from autoplan.plan import Mesh
+from autoplan.random_state import random_keys, restore_random_state, saved_random_state
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
@@ -26,6 +28,9 @@ def save_checkpoint(
     path: str | Path,
     optimizer: torch.optim.Optimizer | None,
     extra: Any,
+    *,
+    mesh: Mesh,
+    device: torch.device,
 ) -> None:
     """Write what `ParallelModule.save_checkpoint` says."""
     state: State = dict(_model(root, aliases))
@@ -38,6 +43,7 @@ def save_checkpoint(
             name = _name_of(parameter, names)
             state |= {f"{_STATE}{name}.{key}": value for key, value in values.items()}
     state["extra"] = extra
+    state |= saved_random_state(mesh, device)
     checkpoints.save(state, path)
 
 
@@ -46,6 +52,9 @@ def load_checkpoint(
     aliases: Mapping[str, str],
     path: str | Path,
     optimizer: torch.optim.Optimizer | None,
+    *,
+    mesh: Mesh,
+    device: torch.device,
 ) -> Any:
     """Read what `ParallelModule.load_checkpoint` says."""
     model = _model(root, aliases)
@@ -53,7 +62,7 @@ def load_checkpoint(
     names = _names(root, aliases)
 
     def make(known: Mapping[str, Any]) -> State:
-        state: State = dict(model)
+        state: State = dict(model) | dict.fromkeys(random_keys(known))
         if "extra" in known:
             state["extra"] = None
         if optimizer is None:
@@ -75,6 +84,7 @@ def load_checkpoint(
         optimizer.state.clear()
         for key, (parameter, name) in made.items():
             optimizer.state[parameter][name] = state[key]
+    restore_random_state(state, mesh, device)
     return state.get("extra")
 
 

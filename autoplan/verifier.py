@@ -82,8 +82,13 @@ def _sizes(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
             message=f"dp {mesh.dp} * num_microbatches {plan.num_microbatches} * microbatch_size "
             f"{plan.microbatch_size} is {product}, the global batch is {plan.global_batch_size}",
         )
-    if not 0 <= plan.zero_stage <= 3 or (mesh.dp == 1 and plan.zero_stage):
+    is_offloaded = plan.offload != "none"
+    if not 0 <= plan.zero_stage <= 3 or (mesh.dp == 1 and plan.zero_stage and not is_offloaded):
         yield Violation(rule="V9", message=f"ZeRO stage {plan.zero_stage} with dp={mesh.dp}")
+    if is_offloaded and plan.zero_stage != 3:
+        yield Violation(
+            rule="V9", message=f"ZeRO stage {plan.zero_stage} with offload: it needs stage 3"
+        )
 
 
 def _coverage(plan: Plan, trace: Trace) -> Iterator[Violation]:
@@ -276,7 +281,7 @@ def independent_bytes(plan: Plan, trace: Trace) -> tuple[int, ...]:
                 placed = Placement.parse(layout.parameters.get(state.fqn, "R"))
                 part = plan.mesh.tp if placed.kind == "shard" else 1
                 size = state.nbytes * ratio * (1 + states * state.is_trained)
-                total += int(size) // (part * shards)
+                total += 0 if plan.offload != "none" else int(size) // (part * shards)
             entry = plan.recompute[block.recompute]
             total += live * _kept_bytes(traced, entry) // plan.mesh.tp
         needs[stage.index % plan.mesh.pp] += total

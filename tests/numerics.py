@@ -97,6 +97,7 @@ def _hf_loss(output: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "gpt": _gpt(is_head_tied=False),
     "gpt_tied": _gpt(),
+    "gpt_dropout": _gpt(dropout=0.2),
     "gpt_split": _gpt(is_qkv_fused=False, is_head_tied=False),
     "llama": _llama,
     "gpt2": _gpt2,

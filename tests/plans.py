@@ -35,6 +35,7 @@ def hand_plan(
     first_calls: Sequence[int] | None = None,
     layouts: Mapping[str, Layout] | None = None,
     mixed_precision: Literal["none", "bfloat16"] = "none",
+    offload: Literal["none", "optimizer"] = "none",
 ) -> Plan:
     """Return a plan for a program; `first_calls` are the first calls of stages 1, 2, ..."""
     count, num_stages = len(program.calls), pp * num_chunks
@@ -66,6 +67,7 @@ def hand_plan(
         global_batch_size=dp * num_microbatches * program.microbatch_size,
         schedule="none" if pp == 1 else schedule,
         mixed_precision=mixed_precision,
+        offload=offload,
         optimizer="AdamW",
         stages=tuple(
             StagePlan(index=i, blocks=tuple(blocks[firsts[i] : firsts[i + 1]]))

@@ -176,6 +176,36 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
     assert "has no model.tokens.weight" in message or "another model" in message
 
 
+def _resume_with_dropout(rank: int, plan: Plan, other: Plan, folder: str) -> dict[str, Any]:
+    """Return losses after a checkpoint, of going on and of resuming, and draws under `other`."""
+    module, optimizer = make("gpt_dropout", plan)
+    steps(module, optimizer, 0, STEPS)
+    module.save_checkpoint(folder, optimizer)
+    straight = steps(module, optimizer, STEPS, STEPS)
+    module, optimizer = make("gpt_dropout", plan)
+    torch.manual_seed(77 + rank)
+    module.load_checkpoint(folder, optimizer)
+    resumed = steps(module, optimizer, STEPS, STEPS)
+    module, optimizer = make("gpt_dropout", other)
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(78 + rank)
+        module.load_checkpoint(folder, optimizer)
+        draws.append(float(torch.rand(())))
+    return {"straight": straight, "resumed": resumed, "draws": draws}
+
+
+def test_a_resumed_plan_draws_the_dropout_that_it_would_have_drawn(tmp_path: Path) -> None:
+    plan, other = plan_of("gpt_dropout", dp=2, zero_stage=1), plan_of("gpt_dropout", pp=2)
+    folder = str(tmp_path / "checkpoint")
+    first, second = run_workers(_resume_with_dropout, 2, plan, other, folder)
+    for found in (first, second):
+        assert found["resumed"] == found["straight"]
+        assert found["draws"][0] == found["draws"][1]
+    # Stages of a pipeline draw differently.
+    assert first["draws"][0] != second["draws"][0]
+
+
 def test_a_plain_tensor_is_one_chunk() -> None:
     found = chunked(torch.arange(6).view(2, 3))
     assert found.shape == (2, 3)

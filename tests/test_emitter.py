@@ -52,7 +52,8 @@ def case(model: str, **plan: Any) -> Case:
 def test_one_device_equals_the_model(recompute: Any) -> None:
     plan = {} if recompute is None else {"recompute": recompute}
     models = ("gpt", "gpt_tied", "llama", "gpt2")
-    check([case(m, num_microbatches=2, **plan) for m in models], 1)
+    host = case("gpt_tied", zero_stage=3, num_microbatches=2, offload="optimizer", **plan)
+    check([*(case(m, num_microbatches=2, **plan) for m in models), host], 1)
 
 
 def test_every_zero_stage_equals_the_model() -> None:
@@ -61,6 +62,7 @@ def test_every_zero_stage_equals_the_model() -> None:
         for zero in range(4)
         for model, m in (("gpt_tied", 1), ("gpt", 2), ("llama", 2), ("gpt2", 2))
     ]
+    cases += [case("gpt_tied", dp=2, zero_stage=3, num_microbatches=2, offload="optimizer")]
     check(cases, 2)
 
 
@@ -104,6 +106,8 @@ def test_pipelines_under_every_zero_stage_equal_the_model() -> None:
     cases += [case("gpt2", pp=4, num_microbatches=4)]
     plan = {"pp": 2, "dp": 2, "num_chunks": 2, "schedule": "interleaved", "num_microbatches": 4}
     cases += [case("gpt_tied", zero_stage=zero, **plan) for zero in range(4)]
+    host = {"zero_stage": 3, "num_microbatches": 2, "offload": "optimizer"}
+    cases += [case("gpt_tied", pp=2, dp=2, **host)]
     check(cases, 4)
 
 

@@ -61,6 +61,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("op_classes",),
     (
         "settings",
+        "offload",
         "tensor_layout",
         "local",
         "times",
@@ -94,6 +95,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "standalone",
         "chunks",
         "checkpoints",
+        "random_state",
         "training_state",
         "microbatches",
         "stage_check",
@@ -102,6 +104,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "executor",
         "runtime",
         "calls",
+        "evaluation",
         "emitter",
     ),
     ("training", "op_runner", "op_profiler"),
