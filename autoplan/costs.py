@@ -481,7 +481,9 @@ class Pricer:
         is_last = call == len(self.trace.calls) - 1
         shared = self._shared_before(call) if setting.pp == 1 else frozenset()
         trace_call = self.trace.calls[call]
-        key = (trace_call.block, decision.key, setting, live, is_last, shared)
+        if setting.schedule == "interleaved":  # a block costs the same in any stage of a rank
+            setting = replace(setting, schedule="1f1b", virtual_stages=1)
+        key = (trace_call.block, decision.key, setting, is_last and live, shared)
         if key not in self._options:
             self._options[key] = self._make_option(call, decision, setting, live, set(shared))
         return self._options[key]

@@ -8,7 +8,15 @@ from typing import Any
 
 __all__ = ["LIMITED_KEYS", "Limits", "constraint_texts", "kept_constraints", "make_limits"]
 
-LIMITED_KEYS = ("dp", "tp", "pp", "zero_stage", "microbatch_size", "num_microbatches")
+LIMITED_KEYS = (
+    "dp",
+    "tp",
+    "pp",
+    "zero_stage",
+    "microbatch_size",
+    "num_microbatches",
+    "virtual_stages",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

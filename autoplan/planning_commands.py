@@ -32,7 +32,15 @@ _console = Console(stderr=True)
 ModelArgument = Annotated[
     str, typer.Argument(help="Preset, transformers config.json, or file.py:function.")
 ]
-_INT_PINS = ("dp", "tp", "pp", "zero_stage", "microbatch_size", "num_microbatches")
+_INT_PINS = (
+    "dp",
+    "tp",
+    "pp",
+    "zero_stage",
+    "microbatch_size",
+    "num_microbatches",
+    "virtual_stages",
+)
 
 
 def parse_pins(texts: Sequence[str]) -> dict[str, Any]:

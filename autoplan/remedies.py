@@ -58,6 +58,8 @@ def least_memory(planner: Planner, enough: int = 0) -> Least:
     """
     every = planner.settings()
     settings = [s for s in every if layout_reason(planner, s) is None] or every
+    # Stages beside a rank's first only add to what it holds.
+    settings = [s for s in settings if s.virtual_stages == 1] or settings
     smallest = min(s.microbatch_size for s in settings)
     best: Least | None = None
     stages = (0, 3) if "zero_stage" not in planner.pins else (0, 1, 2, 3)
@@ -77,7 +79,12 @@ def _least_of(planner: Planner, setting: Setting) -> Least:
     pricer = planner.pricer(setting.microbatch_size)
     calls = range(len(pricer.trace.calls))
     decisions = tuple(_leanest(pricer, call, setting) for call in calls)
-    best = _priced(pricer, setting, even_stage_ends(pricer.trace, setting.pp), decisions)
+    best = _priced(
+        pricer,
+        setting,
+        even_stage_ends(pricer.trace, setting.pp * setting.virtual_stages),
+        decisions,
+    )
     for _ in range(len(calls)):
         moved = [
             _priced(pricer, setting, ends, decisions)

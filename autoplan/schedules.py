@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Literal, get_args
 
 __all__ = [
@@ -193,6 +193,7 @@ SCHEDULES = tuple(_GENERATORS)
 MULTI_STAGE = ("interleaved", "zero_bubble")
 
 
+@lru_cache(maxsize=256)
 def schedule_actions(
     schedule: str, pp: int, num_microbatches: int, num_chunks: int = 1
 ) -> ActionLists:

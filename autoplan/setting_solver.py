@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from autoplan.costs import TICK_S, Pricer
 from autoplan.frontiers import Decision
 from autoplan.graph import Trace
+from autoplan.interleaving import dealt, even_rank_ends, rank_cuts
 from autoplan.search.evaluate import block_options, stage_costs
 from autoplan.search.pipeline import solve_pipeline
-from autoplan.search.problem import PipelineProblem, PipelineSolution, Run
+from autoplan.search.problem import BlockOption, PipelineProblem, PipelineSolution, Run
 from autoplan.settings import Setting
 from autoplan.stage_ends import even_stage_ends, holders
 
@@ -54,9 +55,11 @@ def _repaired(
     """Return a solution that fits exactly, or one without options, and if that came at once."""
     pricer = planner.pricer(setting.microbatch_size)
     for attempt in range(_MAX_REPAIRS):
-        solution = solve_pipeline(problem, cutoff=cutoff, time_limit_s=time_limit_s)
+        solution = _solved(setting, problem, cutoff, time_limit_s)
         if not solution.options:
             return solution, attempt == 0
+        if setting.virtual_stages > 1:
+            solution = dealt(pricer.trace, problem, solution, setting.virtual_stages)
         chosen = [d[o] for d, o in zip(per_call, solution.options, strict=True)]
         price = pricer.plan_price(setting, solution.ends, chosen)
         excess = [m.peak - planner.cluster.total_bytes for m in price.memory]
@@ -73,6 +76,20 @@ def _repaired(
     return none, False
 
 
+def _solved(
+    setting: Setting, problem: PipelineProblem, cutoff: int | None, time_limit_s: float
+) -> PipelineSolution:
+    """Return the solution of a problem whose times are a number of ticks for each stage of a rank.
+
+    With v stages a rank a step takes m times the slowest rank and a v-th of the others, so v steps
+    take as long as one of m v micro-batches without.
+    """
+    v = setting.virtual_stages
+    scaled = None if cutoff is None else cutoff * v
+    found = solve_pipeline(problem, cutoff=scaled, time_limit_s=time_limit_s)
+    return replace(found, objective=found.objective // v, bound=found.bound // v)
+
+
 def _calibrated(
     planner: Planner,
     setting: Setting,
@@ -84,14 +101,19 @@ def _calibrated(
     Measured on even cuts; a stage where the linear memory is too low keeps its capacity.
     """
     pricer = planner.pricer(setting.microbatch_size)
-    ends = even_stage_ends(pricer.trace, setting.pp)
+    ends = _even_ends(pricer.trace, setting)
     leanest = [
         min(range(len(own)), key=lambda i: own[i].static + own[i].kept + own[i].working)
         for own in block_options(problem)
     ]
     linear = [cost.memory for cost in stage_costs(problem, ends, leanest)]
-    chosen = [d[o] for d, o in zip(per_call, leanest, strict=True)]
-    price = pricer.plan_price(setting, ends, chosen)
+    solution = PipelineSolution(
+        status="feasible", ends=ends, options=tuple(leanest), objective=0, bound=0
+    )
+    if setting.virtual_stages > 1:
+        solution = dealt(pricer.trace, problem, solution, setting.virtual_stages)
+    chosen = [d[o] for d, o in zip(per_call, solution.options, strict=True)]
+    price = pricer.plan_price(setting, solution.ends, chosen)
     reserve = planner.cluster.reserved_bytes
     exact = [-(-(m.peak - reserve) // pricer.memory_unit) for m in price.memory]
     return tuple(
@@ -114,7 +136,8 @@ def pipeline_problem(
         per_call.append(decisions)
         is_last = call == len(pricer.trace.calls) - 1
         options = tuple(
-            pricer.option(call, d, setting, live[-1] if is_last else live[0]) for d in decisions
+            _by_rank(pricer.option(call, d, setting, live[-1] if is_last else live[0]), setting)
+            for d in decisions
         )
         key = (trace_call.block, options)
         if runs and key == previous:
@@ -123,6 +146,20 @@ def pipeline_problem(
             runs.append(Run(count=1, options=options))
         previous = key
     return _pipeline(planner, setting, pricer, tuple(runs), live), per_call
+
+
+def _by_rank(option: BlockOption, setting: Setting) -> BlockOption:
+    """Return an option in the ticks of `_solved`."""
+    if setting.virtual_stages == 1:
+        return option
+    return replace(option, once=option.once * setting.virtual_stages)
+
+
+def _even_ends(trace: Trace, setting: Setting) -> tuple[int, ...]:
+    """Return even ends of the ranks' shares."""
+    if setting.virtual_stages > 1:
+        return even_rank_ends(trace, setting.pp)
+    return even_stage_ends(trace, setting.pp)
 
 
 def _pipeline(
@@ -134,29 +171,36 @@ def _pipeline(
     fastest = [pricer.decisions(c.block, setting.tp)[0] for c in pricer.trace.calls]
     side = pricer.side_bytes(range(num_calls), fastest, setting.tp)
     fixed, boundary = [], []
+    v = setting.virtual_stages
+    slowest_cut_s = _slowest_cut_s(setting, pricer) if setting.pp > 1 else 0.0
     for stage in range(setting.pp):
-        neighbours = (stage > 0) + (stage < setting.pp - 1)
-        transfer = crossing * _transfer_copies(setting, stage, live[stage])
-        nbytes = side * live[stage] + pricer.batch_bytes(setting) + transfer
+        neighbours = 2 * v - (stage == 0) - (stage == setting.pp - 1)
+        transfer = crossing * v * _transfer_copies(setting, stage, live[stage])
+        nbytes = side * v * live[stage] + pricer.batch_bytes(setting) + transfer
         fixed.append(-(-nbytes // unit))
-        seconds = neighbours * _slowest_cut_s(setting, pricer) if neighbours else 0.0
+        seconds = neighbours * slowest_cut_s
         boundary.append(-int(-seconds // TICK_S))
     return PipelineProblem(
         runs=runs,
-        num_microbatches=setting.num_microbatches,
+        num_microbatches=setting.num_microbatches * v,
         live=live,
         capacity=(planner.cluster.capacity_bytes // unit,) * setting.pp,
         fixed=tuple(fixed),
         boundary=tuple(boundary),
-        cut_allowed=_even_cuts(pricer.trace, setting.pp) if planner.even_cuts else (),
+        cut_allowed=_cuts(planner, setting, pricer.trace),
+        min_blocks=v,
         anchors=holders(pricer.trace) if setting.pp > 1 else (),
     )
 
 
-def _even_cuts(trace: Trace, num_stages: int) -> tuple[bool, ...]:
-    """Return which positions between blocks end a stage of `even_stage_ends`."""
-    ends = even_stage_ends(trace, num_stages)
-    return tuple(position in ends for position in range(1, len(trace.calls)))
+def _cuts(planner: Planner, setting: Setting, trace: Trace) -> tuple[bool, ...]:
+    """Return which positions between blocks may end a stage or a rank's share; empty: all."""
+    if planner.even_cuts:
+        ends = _even_ends(trace, setting)
+        return tuple(position in ends for position in range(1, len(trace.calls)))
+    if setting.virtual_stages > 1:
+        return rank_cuts(trace, setting.pp, setting.virtual_stages)
+    return ()
 
 
 def _slowest_cut_s(setting: Setting, pricer: Pricer) -> float:
@@ -171,6 +215,9 @@ def _transfer_copies(setting: Setting, stage: int, live: int) -> int:
     gradient on its way back; see docs/design/memory-of-fsdp.md.
     """
     m = setting.num_microbatches
+    if setting.virtual_stages > 1:
+        # At most: rings are as large as two rounds, sent gradients as one.
+        return max(0, 2 * setting.pp - live) + 1 + setting.pp + 2 + live
     entering = (m if setting.schedule == "gpipe" else live) - live + 1 if stage > 0 else 0
     gradients = m if setting.schedule == "gpipe" else min(2, m)
     leaving = gradients + live if stage < setting.pp - 1 else 0

@@ -26,9 +26,20 @@ __all__ = [
     "settings_of",
 ]
 
-PIN_KEYS = ("dp", "tp", "pp", "zero_stage", "microbatch_size", "num_microbatches", "recompute")
+PIN_KEYS = (
+    "dp",
+    "tp",
+    "pp",
+    "zero_stage",
+    "microbatch_size",
+    "num_microbatches",
+    "recompute",
+    "schedule",
+    "virtual_stages",
+)
 NO_LIMITS = Limits()
 OFFLOADS = ("optimizer",)
+Schedule = Literal["none", "1f1b", "gpipe", "interleaved", "zero_bubble"]
 _RECOMPUTE = ("none", "full", "selective")
 _MAX_MICROBATCH_ROWS = 64
 
@@ -125,7 +136,7 @@ class Setting:
     zero_stage: int
     microbatch_size: int
     num_microbatches: int
-    schedule: Literal["none", "gpipe", "1f1b", "interleaved", "zero_bubble"]
+    schedule: Schedule
     virtual_stages: int = 1
     offload: Literal["none", "optimizer"] = "none"
 
@@ -173,6 +184,7 @@ class Setting:
         return (m,) * self.pp if self.schedule == "gpipe" else (1,)
 
 
+_CHUNKS = (2, 3, 4, 6, 8)
 _SCHEDULES = ("none", "1f1b", "gpipe", "interleaved", "zero_bubble")
 _USUAL_SCHEDULES = ("none", "1f1b", "interleaved")  # these need no word beside pp and v
 _ARGUMENTS = ("batch", "batch_dim", "global_batch_size", "loss_fn", "optimizer", "within", "forbid")
@@ -192,6 +204,9 @@ def check_pins(pins: Mapping[str, Any]) -> None:
         if key == "recompute":
             if value not in _RECOMPUTE:
                 raise ValueError(f"recompute={value!r}; allowed are {', '.join(_RECOMPUTE)}")
+        elif key == "schedule":
+            if value not in _SCHEDULES[1:]:
+                raise ValueError(f"schedule={value!r}; allowed are {', '.join(_SCHEDULES[1:])}")
         elif not isinstance(value, int) or isinstance(value, bool) or value < (key != "zero_stage"):
             least = int(key != "zero_stage")
             raise ValueError(f"{key}={value!r}: must be a whole number of at least {least}")
@@ -207,21 +222,29 @@ def settings_of(
     *,
     limits: Limits = NO_LIMITS,
     devices: int | None = None,
+    num_alike: int = 0,
 ) -> Iterator[Setting]:
     """Yield every setting of the space that obeys the rules, the pins and the limits.
 
     Rules: dp * tp * pp is the number of devices; tp stays inside a node; there are at least as many
     blocks with parameters (`num_blocks`) as stages; the batch divides into dp * num_microbatches *
-    microbatch_size; 1F1B has at least as many micro-batches as stages; without data parallelism
-    there is nothing to shard, unless the shards may lie on the host.
+    microbatch_size; 1F1B has at least as many micro-batches as stages, fewer pass by GPipe;
+    interleaved stages need a multiple of the ranks, and one of `num_alike` alike blocks each;
+    without data parallelism there is nothing to shard, unless the shards may lie on the host.
     """
-    for setting in _unlimited(cluster, workload, num_blocks, pins, devices or cluster.world_size):
+    world = devices or cluster.world_size
+    for setting in _unlimited(cluster, workload, num_blocks, pins, world, num_alike):
         if limits.allows_all({name: getattr(setting, name) for name in LIMITED_KEYS}):
             yield setting
 
 
 def _unlimited(
-    cluster: Cluster, workload: Workload, num_blocks: int, pins: Mapping[str, Any], world: int
+    cluster: Cluster,
+    workload: Workload,
+    num_blocks: int,
+    pins: Mapping[str, Any],
+    world: int,
+    num_alike: int,
 ) -> Iterator[Setting]:
     for pp in _divisors(world):
         if pp > num_blocks or pins.get("pp", pp) != pp:
@@ -231,11 +254,11 @@ def _unlimited(
             is_pinned_off = pins.get("tp", tp) != tp or pins.get("dp", dp) != dp
             if is_pinned_off or (tp > cluster.gpus_per_node and "tp" not in pins):
                 continue
-            yield from _batch_settings(dp, tp, pp, workload, pins)
+            yield from _batch_settings(dp, tp, pp, workload, pins, num_alike // pp)
 
 
 def _batch_settings(
-    dp: int, tp: int, pp: int, workload: Workload, pins: Mapping[str, Any]
+    dp: int, tp: int, pp: int, workload: Workload, pins: Mapping[str, Any], most_chunks: int
 ) -> Iterator[Setting]:
     if workload.global_batch_size % dp:
         return
@@ -247,21 +270,48 @@ def _batch_settings(
         is_pinned = "microbatch_size" in pins or "num_microbatches" in pins
         if not is_pinned and (size > _MAX_MICROBATCH_ROWS or size & (size - 1)) and m > 1:
             continue
-        if pp > 1 and m < pp:
+        # Smaller micro-batches wait less, where they are as many as stages.
+        if m < pp <= rows and not is_pinned and "schedule" not in pins:
             continue
         for zero, offload in _sharding(dp, workload):
             if pins.get("zero_stage", zero) != zero:
                 continue
-            yield Setting(
-                dp=dp,
-                tp=tp,
-                pp=pp,
-                zero_stage=zero,
-                microbatch_size=size,
-                num_microbatches=m,
-                schedule="1f1b" if pp > 1 else "none",
-                offload=offload,
-            )
+            for schedule, chunks in _schedules(pp, m, most_chunks, pins):
+                yield Setting(
+                    dp=dp,
+                    tp=tp,
+                    pp=pp,
+                    zero_stage=zero,
+                    microbatch_size=size,
+                    num_microbatches=m,
+                    schedule=schedule,
+                    virtual_stages=chunks,
+                    offload=offload,
+                )
+
+
+def _schedules(
+    pp: int, m: int, most_chunks: int, pins: Mapping[str, Any]
+) -> Iterator[tuple[Schedule, int]]:
+    """Yield the schedules of m micro-batches over pp ranks, with the stages of each rank.
+
+    GPipe is as fast as 1F1B and needs more memory, so it is for fewer micro-batches than ranks, or
+    for who wants it.
+    """
+    if pp == 1:
+        if "schedule" not in pins and pins.get("virtual_stages", 1) == 1:
+            yield "none", 1
+        return
+    wanted = pins.get("schedule")
+    if pins.get("virtual_stages", 1) == 1 and wanted != "interleaved":
+        usual: Schedule = "1f1b" if m >= pp else "gpipe"
+        if wanted in (None, usual, "gpipe"):
+            yield wanted or usual, 1
+    if wanted in (None, "interleaved") and m % pp == 0:
+        tried = (pins["virtual_stages"],) if "virtual_stages" in pins else _CHUNKS
+        for chunks in tried:
+            if 1 < chunks <= most_chunks:
+                yield "interleaved", chunks
 
 
 def _sharding(dp: int, workload: Workload) -> Iterator[tuple[int, Literal["none", "optimizer"]]]:
@@ -299,7 +349,8 @@ def broken_rules(
         found.append(
             f"the batch of {batch} rows must divide into dp={dp} times {m} micro-batches of {size}"
         )
-    if pp > 1 and batch // (dp * size) < pp and ("dp" in pins or "tp" in pins):
+    is_short = pp > 1 and batch // (dp * size) < pp and ("dp" in pins or "tp" in pins)
+    if is_short and pins.get("schedule") == "1f1b":
         found.append(
             f"1F1B over pp={pp} stages needs as many micro-batches, dp={dp} leaves "
             f"{batch // (dp * size)}"

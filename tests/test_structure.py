@@ -79,7 +79,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("costs",),
     ("stage_pricing", "plan_timeline"),
     ("plan_writer", "simple"),
-    ("bounds", "setting_solver", "verifier", "report", "dimension_text"),
+    ("interleaving", "bounds", "setting_solver", "verifier", "report", "dimension_text"),
     ("remedies", "reasons"),
     ("planner",),
     ("estimating", "optimizing"),
