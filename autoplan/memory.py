@@ -17,7 +17,7 @@ from autoplan.engines import AUTOPLAN, Engine
 from autoplan.schedules import MULTI_STAGE, enough_rounds, schedule_actions
 from autoplan.settings import Optimizer, Setting
 from autoplan.stage_costs import GroupBytes, StageBlock
-from autoplan.transfers import message_buffers
+from autoplan.transfers import enough_for_buffers, message_buffers, most_sent
 
 __all__ = [
     "GroupBytes",
@@ -196,11 +196,13 @@ def receive_buffer_bytes(parts: Sequence[PartBytes], setting: Setting, stage: in
     if not any(part.entering or part.leaving for part in parts):
         return 0
     if setting.schedule in MULTI_STAGE:
-        enough = enough_rounds(m, setting.pp)
-        sizes = message_buffers(setting.schedule, setting.pp, enough, len(parts))
+        pp, v = setting.pp, len(parts)
+        sent = min(m, most_sent(pp, v))
         total = 0
-        for part, own in zip(parts, sizes[stage :: setting.pp], strict=True):
-            total += (own.activations + own.sent) * part.entering + own.gradients * part.leaving
+        sizes = message_buffers(setting.schedule, pp, enough_for_buffers(m, pp), v)
+        for part, own in zip(parts, sizes[stage::pp], strict=True):
+            received = min(m, own.activations) * part.entering
+            total += received + sent * part.entering + min(m, own.gradients) * part.leaving
         return total
     (only,) = parts
     if setting.schedule == "gpipe":

@@ -212,6 +212,7 @@ class Planner:
                     lambda s=setting: frontiers_bound(self, s),  # type: ignore[misc]
                     lambda s=setting: memory_bound(self, s),  # type: ignore[misc]
                 ),
+                waits=setting.virtual_stages > 1,
                 solve=lambda cutoff, limit, s=setting: solve_setting(self, s, cutoff, limit),  # type: ignore[misc]
             )
             for name, setting in settings.items()

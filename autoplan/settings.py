@@ -184,7 +184,7 @@ class Setting:
         return (m,) * self.pp if self.schedule == "gpipe" else (1,)
 
 
-_CHUNKS = (2, 3, 4, 6, 8)
+_CHUNKS = (2, 4, 8)  # that are searched; any other number can be pinned
 _SCHEDULES = ("none", "1f1b", "gpipe", "interleaved", "zero_bubble")
 _USUAL_SCHEDULES = ("none", "1f1b", "interleaved")  # these need no word beside pp and v
 _ARGUMENTS = ("batch", "batch_dim", "global_batch_size", "loss_fn", "optimizer", "within", "forbid")

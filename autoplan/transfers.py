@@ -9,7 +9,7 @@ buffers of the very lists that run.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -20,7 +20,9 @@ __all__ = [
     "Message",
     "Step",
     "buffers",
+    "enough_for_buffers",
     "message_buffers",
+    "most_sent",
     "settled_sends",
     "with_messages",
 ]
@@ -113,17 +115,15 @@ def _target(action: Action, last: int) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffers:
-    """Receive buffers of a stage, and the gradients that it has sent and still holds.
+    """Receive buffers of a stage.
 
     Attributes:
         activations: received activations that are there at once, ready ones included.
         gradients: likewise received gradients.
-        sent: gradients on their way at once.
     """
 
     activations: int
     gradients: int
-    sent: int
 
 
 def buffers(lists: Sequence[Sequence[Step]]) -> tuple[Buffers, ...]:
@@ -133,8 +133,21 @@ def buffers(lists: Sequence[Sequence[Step]]) -> tuple[Buffers, ...]:
     micro-batch's backward there, the one of the weights if it is split.
     """
     found: dict[int, Buffers] = {}
-    for own, settled in zip(lists, settled_sends(lists), strict=True):
-        found |= _rank_buffers(own, settled)
+    for own in lists:
+        ends = "W" if any(isinstance(s, Action) and s.kind == "W" for s in own) else "B"
+        live = {step.stage: [0, 0] for step in own}
+        most = {stage: [0, 0] for stage in live}
+        for step in own:
+            now = live[step.stage]
+            if isinstance(step, Action):
+                if step.kind == ends:
+                    now[:] = [max(0, count - 1) for count in now]
+            elif not step.is_send:
+                now[step.is_gradient] += 1
+                peak = most[step.stage]
+                peak[step.is_gradient] = max(peak[step.is_gradient], now[step.is_gradient])
+        for stage, (activations, gradients) in most.items():
+            found[stage] = Buffers(activations=activations, gradients=gradients)
     return tuple(found[stage] for stage in sorted(found))
 
 
@@ -142,40 +155,18 @@ def buffers(lists: Sequence[Sequence[Step]]) -> tuple[Buffers, ...]:
 def message_buffers(
     schedule: str, pp: int, num_microbatches: int, num_chunks: int
 ) -> tuple[Buffers, ...]:
-    """Return the buffers that each stage needs under a schedule by its name."""
+    """Return the buffers of each stage under a schedule by its name; see `enough_for_buffers`."""
     return buffers(with_messages(schedule_actions(schedule, pp, num_microbatches, num_chunks)))
 
 
-def _rank_buffers(
-    own: Sequence[Step], settled: Mapping[Message, tuple[Message, ...]]
-) -> dict[int, Buffers]:
-    """Return the buffers of the stages of one rank."""
-    ends = "W" if any(isinstance(s, Action) and s.kind == "W" for s in own) else "B"
-    live = {step.stage: [0, 0, 0] for step in own}
-    most = {stage: [0, 0, 0] for stage in live}
+def enough_for_buffers(num_microbatches: int, pp: int) -> int:
+    """Return micro-batches that need as many buffers: two rounds, where they come in rounds."""
+    return num_microbatches if num_microbatches % pp else min(num_microbatches, 2 * pp)
 
-    def add(stage: int, kind: int, count: int) -> None:
-        now = live[stage]
-        now[kind] = max(0, now[kind] + count)
-        most[stage][kind] = max(most[stage][kind], now[kind])
 
-    for step in own:
-        if isinstance(step, Action):
-            if step.kind == ends:
-                add(step.stage, 0, -1)
-                add(step.stage, 1, -1)
-        elif not step.is_send:
-            add(step.stage, int(step.is_gradient), 1)
-        else:
-            for earlier in settled[step]:
-                if earlier.is_gradient:
-                    add(earlier.stage, 2, -1)
-            if step.is_gradient:
-                add(step.stage, 2, 1)
-    return {
-        stage: Buffers(activations=counts[0], gradients=counts[1], sent=counts[2])
-        for stage, counts in most.items()
-    }
+def most_sent(pp: int, num_chunks: int) -> int:
+    """Return the most gradients that a stage has sent and not freed; see `settled_sends`."""
+    return pp if num_chunks > 1 else max(pp, 2 * pp - 2)
 
 
 def settled_sends(lists: Sequence[Sequence[Step]]) -> list[dict[Message, tuple[Message, ...]]]:
