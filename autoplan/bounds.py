@@ -104,7 +104,8 @@ def frontiers_bound(planner: Planner, setting: Setting) -> Refinement:
     pricer = planner.pricer(setting.microbatch_size)
     total, slowest, once, static = 0, 0, 0, 0
     live = setting.live()[0]
-    for call, count in pricer.alike(setting):
+    for calls in pricer.alike(setting):
+        call, count = calls[0], len(calls)
         block = pricer.trace.calls[call].block
         decisions = pricer.decisions(block, setting.tp)
         options = [pricer.option(call, d, setting, live) for d in decisions]

@@ -13,12 +13,13 @@ from torch.distributed.tensor import DTensor
 from autoplan import compat
 from autoplan.autocast import around_step
 from autoplan.executor import compile_graph
+from autoplan.host_activations import on_host
 from autoplan.op_facts import written_values
 from autoplan.program import BlockGraph
 from autoplan.recompute import KeepPlan, Nowhere, keep_plan, run_region
 from autoplan.stages import find_state
 
-__all__ = ["BoundCall", "bind_call", "install", "written_places"]
+__all__ = ["BoundCall", "bind_call", "install", "runs_again", "written_places"]
 
 Localise = Callable[[torch.Tensor], torch.Tensor]
 
@@ -35,7 +36,7 @@ class BoundCall:
         holders: Sequence[tuple[dict[str, Any], str]],
         localise: Sequence[Localise | None],
         *,
-        mode: Literal["none", "full", "selective"],
+        mode: Literal["none", "full", "selective", "offload"],
         keep: KeepPlan | None,
         cloned: Sequence[int],
         changed: Sequence[int],
@@ -72,6 +73,12 @@ class BoundCall:
             return self._call(*inputs)
 
     def _call(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        if self._mode == "offload":
+            states = self._states()
+            tensors = [x for x in (*states, *inputs) if isinstance(x, torch.Tensor)]
+            with on_host(tensors):
+                kept: tuple[torch.Tensor, ...] = self._function(states, *inputs)
+            return kept
         if self._mode == "none" or not torch.is_grad_enabled():
             return self._run(*([Nowhere()] if self._keep is not None else []), *inputs)
         if not self._cloned and not self._changed:
@@ -128,7 +135,7 @@ def bind_call(
     fqns: Sequence[str],
     root: nn.Module,
     *,
-    mode: Literal["none", "full", "selective"],
+    mode: Literal["none", "full", "selective", "offload"],
     keep: Sequence[str],
     localise: Sequence[Localise | None],
     device: torch.device,
@@ -139,7 +146,7 @@ def bind_call(
     if mode == "selective":
         kept = keep_plan(graph.ops, keep, is_autocast=autocast is not None)
     compiled = compile_graph(graph, device, is_marked=kept is not None)
-    cloned, changed = written_places(graph) if mode != "none" else ((), ())
+    cloned, changed = written_places(graph) if runs_again(mode) else ((), ())
     return BoundCall(
         compiled.function,
         [find_state(root, fqn) for fqn in fqns],
@@ -152,6 +159,11 @@ def bind_call(
         device_type=device.type,
         source=compiled.source,
     )
+
+
+def runs_again(mode: str) -> bool:
+    """Return whether a block of this recompute mode runs its forward a second time."""
+    return mode in ("full", "selective")
 
 
 def written_places(graph: BlockGraph) -> tuple[tuple[int, ...], tuple[int, ...]]:

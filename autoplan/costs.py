@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 
 from autoplan.cluster import Cluster
 from autoplan.frontiers import Decision, Frontiers
-from autoplan.fusion import fused_kernels
+from autoplan.fusion import fused_kernels, joined
 from autoplan.graph import Trace
 from autoplan.inner_recompute import folded
 from autoplan.liveness import BlockMemory, block_memory, redone_ops
 from autoplan.local import LocalBlock, LocalOp, localize
+from autoplan.losses import with_loss
 from autoplan.memory import (
     GroupBytes,
     PartBytes,
@@ -26,7 +27,7 @@ from autoplan.memory import (
     static_bytes,
     uses_fsdp,
 )
-from autoplan.offload import host_optimizer_s
+from autoplan.offload import away_s, host_optimizer_s
 from autoplan.search.problem import BlockOption
 from autoplan.settings import Setting, Workload, shared_states
 from autoplan.step_costs import (
@@ -47,7 +48,10 @@ TICK_S = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BlockBase:
-    """What a decision costs by itself at a tensor-parallel degree."""
+    """What a decision costs by itself at a tensor-parallel degree.
+
+    `away_s`: of copying what is saved to the host in the forward, or back in the backward.
+    """
 
     local: LocalBlock
     memory: BlockMemory
@@ -61,16 +65,17 @@ class _BlockBase:
     redo_comm_s: float
     weight_backward_s: float
     deferred_bytes: int
+    away_s: float
 
     @property
     def forward_s(self) -> float:
         """Return seconds of one micro-batch's forward, without data-parallel collectives."""
-        return self.compute_forward_s + self.comm_forward_s
+        return self.compute_forward_s + self.comm_forward_s + self.away_s
 
     @property
     def backward_s(self) -> float:
         """Return seconds of its backward, what runs again included, without them likewise."""
-        return self.compute_backward_s + self.comm_backward_s + self.redo_s
+        return self.compute_backward_s + self.comm_backward_s + self.redo_s + self.away_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +156,7 @@ class Pricer:
                 self.timer(tp),
                 whole=self.whole_states(block),
                 recompute=self.recompute,
+                offloads="activations" in self.workload.offload,
             )
             if tp > 1 and self.recompute in (None, "none"):
                 lean = self.plain_decision(block, tp, lean=True)
@@ -216,15 +222,11 @@ class Pricer:
         summed = [times[op.name] for op in local.ops if op.op is None and op.inputs[0] in states]
         redone = [times[op.name] for op in redone_ops(local, decision.recompute)]
         redone += [times[name] for name in decision.inner if decision.recompute.mode == "none"]
-        kept = folded(local, decision.inner)
+        kept, accumulating = self.memory_views(local, decision)
         return _BlockBase(
             local=local,
             memory=block_memory(kept, decision.recompute),
-            accumulating=block_memory(
-                _without_gradients(kept) if self.workload.engine.has_gradient_buffer else kept,
-                decision.recompute,
-                accumulating=True,
-            ),
+            accumulating=block_memory(accumulating, decision.recompute, accumulating=True),
             compute_forward_s=sum(t.forward_s for t in times.values()),
             compute_backward_s=sum(t.backward_s for t in times.values()),
             comm_forward_s=sum(t.forward_comm_s for t in times.values()),
@@ -237,7 +239,17 @@ class Pricer:
             weight_backward_s=sum(
                 times[op.name].backward_s / 2 for op in local.ops if _has_weight_gradient(op)
             ),
+            away_s=away_s(local, self.cluster) if decision.recompute.mode == "offload" else 0.0,
         )
+
+    def memory_views(self, local: LocalBlock, decision: Decision) -> tuple[LocalBlock, LocalBlock]:
+        """Return a block as its tensors live: in a step's first micro-batch, and in later ones."""
+        engine = self.workload.engine
+        kept = with_loss(folded(local, decision.inner), engine.loss)
+        if self.workload.is_compiled and not local.block.is_glue:
+            kept = joined(kept)
+        is_fused = engine.has_gradient_buffer and engine.fuses_gradients and not local.block.is_glue
+        return kept, _without_gradients(kept) if is_fused else kept
 
     def _op_times(self, local: LocalBlock, tp: int) -> dict[str, OpTime]:
         """Return the seconds of each op; a joint kernel counts with its first."""
@@ -334,6 +346,7 @@ class Pricer:
             by_category={
                 "compute": base.compute_forward_s + base.compute_backward_s,
                 "recompute": base.redo_s,
+                **({"offload": 2 * base.away_s} if base.away_s else {}),
                 "tensor_parallel": tensor_s,
                 "zero": exposed_f + exposed_b,
             },
@@ -533,14 +546,14 @@ class Pricer:
             working=-(-working // unit),
         )
 
-    def alike(self, setting: Setting) -> list[tuple[int, int]]:
-        """Return one call of each kind that `option` tells apart, and how many there are."""
+    def alike(self, setting: Setting) -> list[list[int]]:
+        """Return the calls of each kind that `option` tells apart."""
         kinds: dict[tuple[object, ...], list[int]] = {}
         for call, trace_call in enumerate(self.trace.calls):
             shared = self._shared_before(call) if setting.pp == 1 else frozenset()
             is_last = call == len(self.trace.calls) - 1
             kinds.setdefault((trace_call.block, is_last, shared), []).append(call)
-        return [(calls[0], len(calls)) for calls in kinds.values()]
+        return list(kinds.values())
 
     def _shared_before(self, call: int) -> frozenset[str]:
         """Return the parameters of a call that earlier calls read too."""
@@ -600,7 +613,7 @@ class Pricer:
         pipeline_s = pipeline_step_s(stage_s, setting, weights_s)
         step = pipeline_s + max(once)
         for name, seconds in slowest[1].items():
-            totals[name] += m * seconds
+            totals[name] = totals.get(name, 0.0) + m * seconds
         totals["pipeline"] += pipeline_s - m * max(stage_s)
         last = range(once.index(max(once)), len(spans), setting.pp)
         parts = _summed(
@@ -651,6 +664,7 @@ class Pricer:
             own = [decisions[c] for c in calls]
             blocks += self.stage_blocks(calls, own, setting)
             parts.append(self.part_bytes(setting, stage, spans, own))
+        every = [c for s in range(rank, len(spans), setting.pp) for c in spans[s]]
         return stage_memory(
             blocks,
             setting,
@@ -659,6 +673,7 @@ class Pricer:
             is_mixed=self.workload.mixed_precision != "none",
             is_gloo=not overlaps_communication(self.cluster),
             input_bytes=self.batch_bytes(setting),
+            stand_in_bytes=self.stand_in_bytes(every, decisions, setting.tp),
             parts=parts,
             reserve=self.cluster.reserved_bytes,
             engine=self.workload.engine,
@@ -684,6 +699,25 @@ class Pricer:
             entering=entering,
             leaving=leaving,
         )
+
+    def stand_in_bytes(self, calls: Sequence[int], decisions: Sequence[Decision], tp: int) -> int:
+        """Return bytes of the tensors that stand for weight gradients, one for each shape."""
+        if not self.workload.engine.keeps_stand_ins:
+            return 0
+        sizes: dict[tuple[object, ...], int] = {}
+        for block, decision in {
+            (self.trace.calls[c].block, decisions[c].key): (self.trace.calls[c].block, decisions[c])
+            for c in calls
+        }.values():
+            local = self.base(block, decision, tp).local
+            if local.block.is_glue:
+                continue
+            products = {n for op in local.ops if op.op and op.op.kind == "gemm" for n in op.inputs}
+            for state in local.block.states:
+                if state.name in products and state.is_trained:
+                    nbytes = local.state_bytes[state.name]
+                    sizes[(state.shape, local.state_placements[state.name])] = nbytes
+        return sum(sizes.values())
 
     def batch_bytes(self, setting: Setting) -> int:
         """Return bytes of this rank's share of the batch for one step.

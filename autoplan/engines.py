@@ -7,8 +7,11 @@ priced: what their gradients are kept in, and which of their communication runs 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
-__all__ = ["AUTOPLAN", "ENGINES", "MEGATRON", "Engine", "engine_named"]
+__all__ = ["AUTOPLAN", "ENGINES", "MEGATRON", "Engine", "LossKind", "engine_named"]
+
+LossKind = Literal["torch", "in_place", "dtensor", "compiled"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,11 @@ class Engine:
         divides_reduced: gradients are divided by a kernel of its own (FSDP1, `_div_if_needed`).
         sends_slices: a pipeline boundary sends a slice per tensor-parallel rank and gathers it on
             the other side (Narayanan et al. 2021, section 4.1).
+        fuses_gradients: products of blocks add their weight gradients to the buffer themselves;
+            otherwise each is a tensor until it has been added.
+        keeps_stand_ins: where they do, autograd still wants a gradient, and gets one tensor for all
+            weights of a shape, which stays (Transformer Engine, `get_dummy_wgrad`).
+        loss: implementation of the cross entropy, see `autoplan.losses`.
     """
 
     name: str
@@ -45,6 +53,9 @@ class Engine:
     copies_reduced: bool = True
     divides_reduced: bool = False
     sends_slices: bool = False
+    fuses_gradients: bool = True
+    keeps_stand_ins: bool = False
+    loss: LossKind = "torch"
 
 
 AUTOPLAN = Engine(name="autoplan")
@@ -60,16 +71,30 @@ MEGATRON = Engine(
     copies_gathered=False,
     copies_reduced=False,
     sends_slices=True,
+    loss="in_place",
 )
 
 _FSDP1 = replace(AUTOPLAN, name="fsdp1", copies_gathered=False, divides_reduced=True)
 
+_MEGATRON_TE = replace(MEGATRON, name="megatron-te", keeps_stand_ins=True)
+
 ENGINES = {
     "autoplan": AUTOPLAN,
+    # torch's own FSDP2 and tensor parallelism, loss and model compiled apart or together.
+    "fsdp2": replace(AUTOPLAN, name="fsdp2", loss="dtensor"),
+    "fsdp2-compiled-loss": replace(AUTOPLAN, name="fsdp2-compiled-loss", loss="compiled"),
     "fsdp1": _FSDP1,
     "fsdp1-bf16": replace(_FSDP1, name="fsdp1-bf16", is_gradient_wide=False),
     "megatron": MEGATRON,
     "megatron-overlap": replace(MEGATRON, name="megatron-overlap", overlaps_reduction=True),
+    # Transformer Engine's modules, and with `--no-gradient-accumulation-fusion`.
+    "megatron-te": _MEGATRON_TE,
+    "megatron-te-overlap": replace(
+        _MEGATRON_TE, name="megatron-te-overlap", overlaps_reduction=True
+    ),
+    "megatron-unfused-overlap": replace(
+        MEGATRON, name="megatron-unfused-overlap", overlaps_reduction=True, fuses_gradients=False
+    ),
     # fp16 training before gradient buffers in float32, and DeepSpeed's ZeRO-1 in fp16.
     "megatron-fp16": replace(MEGATRON, name="megatron-fp16", is_gradient_wide=False),
 }

@@ -7,7 +7,7 @@ every op, and what to keep. Every decision is afterwards priced exactly by `auto
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoplan.block_choice import ChoiceModel, Decision
 from autoplan.graph import BlockTrace
@@ -54,6 +54,7 @@ class Frontiers:
         *,
         whole: frozenset[str] = frozenset(),
         recompute: str | None = None,
+        offloads: bool = False,
     ) -> tuple[Decision, ...]:
         """Return the decisions on the frontier of time and memory of a class, fastest first.
 
@@ -61,6 +62,7 @@ class Frontiers:
             block: the class.
             timer: prices ops at the tensor-parallel degree in question.
             whole: states that must be stored whole.
+            offloads: saved activations may wait in host memory.
             recompute: pins the mode: `none`, `full` or `selective`; None allows all. A class that
                 has no decision of the pinned mode (nothing is saved, or nothing may be kept)
                 recomputes nothing.
@@ -77,6 +79,9 @@ class Frontiers:
         if recompute in (None, "full") and any(d.recompute.mode == "selective" for d in decisions):
             axes = [d for d in decisions if d.recompute.mode != "none"][-1].axes
             decisions.append(Decision(axes=axes, recompute=Recompute(mode="full")))
+        if offloads and recompute is None and any(op.saved for op in block.ops):
+            plain = [d for d in decisions if d.recompute.mode == "none"]
+            decisions += [replace(d, recompute=Recompute(mode="offload")) for d in plain]
         unique = {d.key: d for d in decisions if recompute in (None, d.recompute.mode)}
         if not unique and recompute != "none":
             return self.decisions(block, timer, whole=whole, recompute="none")

@@ -7,11 +7,11 @@ results to each other, so that only what enters and leaves the joint kernel move
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoplan.local import LocalBlock, LocalOp
 
-__all__ = ["FusedKernel", "fused_kernels"]
+__all__ = ["FusedKernel", "fused_kernels", "joined"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,4 +82,58 @@ def _kernel(local: LocalBlock, group: list[LocalOp]) -> FusedKernel:
         ops=tuple(op.name for op in group),
         forward_bytes=entered + leaving,
         backward_bytes=2 * entered + leaving,
+    )
+
+
+def joined(local: LocalBlock) -> LocalBlock:
+    """Return a block whose joint kernels hold only what enters and leaves them.
+
+    What lies inside takes no memory, forward or backward; an op that autograd would have keep it
+    keeps what enters the kernel, from which it is made again (the partitioner of `torch.compile`
+    recomputes elementwise ops).
+    """
+    changed: dict[str, LocalOp] = {}
+    inside: set[str] = set()
+    for kernel in fused_kernels(local):
+        if len(kernel.ops) > 1:
+            made = set(kernel.ops)
+            entering, interior = _borders(local, made)
+            inside |= interior
+            for op in local.ops:
+                if op.name in made:
+                    changed[op.name] = _without(op, entering, interior)
+    ops = tuple(changed.get(op.name, op) for op in local.ops)
+    sizes = {n: 0 if n in inside else b for n, b in local.value_bytes.items()}
+    return replace(local, ops=ops, value_bytes=sizes)
+
+
+def _borders(local: LocalBlock, made: set[str]) -> tuple[tuple[str, ...], set[str]]:
+    """Return the storages that enter a kernel, and those made in it that nobody else reads."""
+    owner = {op.name: op.storage for op in local.ops}
+    states = {state.name for state in local.block.states}
+    outside = {owner.get(n, n) for op in local.ops if op.name not in made for n in op.inputs}
+    outside |= {owner.get(name, name) for name in local.outputs}
+    entering = dict.fromkeys(
+        owner.get(name, name)
+        for op in local.ops
+        if op.name in made
+        for name in op.inputs
+        if owner.get(name, name) not in made and name not in states
+    )
+    return tuple(entering), made - outside
+
+
+def _without(op: LocalOp, entering: tuple[str, ...], interior: set[str]) -> LocalOp:
+    saved: dict[str, None] = {}
+    for name in op.saved:
+        saved |= dict.fromkeys(entering if name in interior else (name,))
+    is_inside = op.name in interior
+    return replace(
+        op,
+        nbytes=0 if is_inside else op.nbytes,
+        value_bytes=0 if is_inside else op.value_bytes,
+        saved=tuple(saved),
+        internal_bytes=0,
+        forward_temp_bytes=0,
+        backward_temp_bytes=0,
     )

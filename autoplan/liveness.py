@@ -9,21 +9,54 @@ are not counted here; gradients are reported by op so that the caller can place 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from autoplan.local import LocalBlock, LocalOp
 from autoplan.plan import Recompute
 from autoplan.stage_costs import BlockMemory
 
-__all__ = ["BlockMemory", "block_memory", "redone_ops"]
+__all__ = [
+    "BlockEvents",
+    "BlockMemory",
+    "Event",
+    "block_events",
+    "block_memory",
+    "offloaded_bytes",
+    "redone_ops",
+]
+
+# A tensor is made (name, bytes) or let go (name, 0).
+Event = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockEvents:
+    """Every tensor of a block that is made and let go, in order.
+
+    Attributes:
+        forward, backward: events of one micro-batch; inputs and states are others'.
+        kept: tensors that stay from forward to backward.
+        outputs: storage of each value that leaves the block.
+        coming: gradient tensor of each of them, there when the backward starts.
+        going: gradient tensors of each input, there when the backward ends.
+    """
+
+    forward: tuple[Event, ...]
+    backward: tuple[Event, ...]
+    kept: frozenset[str]
+    outputs: Mapping[str, str]
+    coming: Mapping[str, str]
+    going: Mapping[str, tuple[str, ...]]
 
 
 class _Heap:
-    """Live bytes by owner, with their peak."""
+    """Live bytes by owner, with their peak; `events` is filled where it is a list."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: list[Event] | None = None) -> None:
         self.live: dict[str, int] = {}
         self.total = 0
         self.peak = 0
+        self.events = events
 
     def add(self, name: str, nbytes: int) -> None:
         if name in self.live or nbytes == 0:
@@ -31,12 +64,18 @@ class _Heap:
         self.live[name] = nbytes
         self.total += nbytes
         self.peak = max(self.peak, self.total)
+        if self.events is not None:
+            self.events.append((name, nbytes))
 
     def drop(self, name: str) -> None:
+        if self.events is not None and name in self.live:
+            self.events.append((name, 0))
         self.total -= self.live.pop(name, 0)
 
     def transient(self, nbytes: int) -> None:
         self.peak = max(self.peak, self.total + nbytes)
+        if self.events is not None and nbytes:
+            self.events += [("transient", nbytes), ("transient", 0)]
 
 
 def block_memory(
@@ -50,12 +89,42 @@ def block_memory(
         accumulating: parameter gradients are added to ones that exist and freed at once; otherwise
             they stay until the block's backward ends.
     """
-    heap = _Heap()
+    return _walked(local, recompute, accumulating)[0]
+
+
+def block_events(
+    local: LocalBlock, recompute: Recompute, *, accumulating: bool = False
+) -> BlockEvents:
+    """Return the tensors behind `block_memory`, one by one; arguments as there."""
+    forward: list[Event] = []
+    backward: list[Event] = []
+    _, kept, gradients = _walked(local, recompute, accumulating, (forward, backward))
+    numbers = range(1, 1 + len(dict.fromkeys(local.outputs)))
+    return BlockEvents(
+        forward=tuple(forward),
+        backward=tuple(backward),
+        kept=frozenset(kept),
+        outputs={name: _storage(local, name) for name in local.outputs},
+        coming={n: f"grad:{i}" for n, i in zip(dict.fromkeys(local.outputs), numbers, strict=True)},
+        going={n: tuple(f"grad:{i}" for i in gradients.held.get(n, ())) for n in local.inputs},
+    )
+
+
+def _walked(
+    local: LocalBlock,
+    recompute: Recompute,
+    accumulating: bool,
+    events: tuple[list[Event], list[Event]] | None = None,
+) -> tuple[BlockMemory, dict[str, int], _Gradients]:
+    """Return the bytes of a block, what it keeps by owner, and the gradients that leave it."""
+    heap = _Heap(events[0] if events else None)
     saved = _all_saved(local)
-    region = recompute.mode != "none"
+    region = recompute.mode in ("full", "selective")
+    is_away = recompute.mode == "offload"
     marked = _marked(local, recompute.keep) if region else {}
-    kept_owners = set(marked) if region else saved
-    _run_forward(local, local.ops, heap, kept_owners, marked, internal=not region)
+    kept_owners = set() if is_away else set(marked) if region else saved
+    internal = not (region or is_away)
+    _run_forward(local, local.ops, heap, kept_owners, marked, internal=internal)
     forward_peak = heap.peak
     outputs = {_storage(local, name) for name in local.outputs}
     inputs = dict(local.inputs)
@@ -66,20 +135,47 @@ def block_memory(
     kept_total = sum(kept.values()) + sum(inputs[n] for n in held_inputs)
     side = tuple(n for n in local.side_inputs if region or n in saved)
     output_bytes = sum(local.value_bytes.get(n, 0) for n in outputs if n not in inputs)
-    backward_peak, grads = _backward(
-        local, kept, {n: inputs[n] for n in held_inputs}, region, accumulating
+    backward = _Heap()
+    grads, gradients = _backward(
+        local,
+        backward,
+        kept,
+        {n: inputs[n] for n in held_inputs},
+        region,
+        accumulating,
+        events[1] if events else None,
+        _away_sizes(local) if is_away else None,
     )
-    return BlockMemory(
+    memory = BlockMemory(
         kept=kept_total,
         side=side,
         output=output_bytes,
         forward_peak=forward_peak,
-        backward_peak=backward_peak,
+        backward_peak=backward.peak,
         parameter_grads=grads,
         held_inputs=tuple(n for n in inputs if n in held_inputs),
         held_outputs=tuple(n for n in local.outputs if _storage(local, n) in kept),
         held_output_bytes=sum(b for n, b in kept.items() if n in outputs),
     )
+    return memory, kept, gradients
+
+
+def offloaded_bytes(local: LocalBlock) -> int:
+    """Return the bytes that a forward copies to the host, and its backward back.
+
+    What each op saves, once per op that saves it, but for inputs and parameters.
+    """
+    sizes = _away_sizes(local)
+    saved = sum(sizes.get(owner, 0) for op in local.ops for owner in op.saved)
+    return saved + sum(op.internal_bytes for op in local.ops)
+
+
+def _away_sizes(local: LocalBlock) -> dict[str, int]:
+    """Return the bytes of the storages that the block makes and autograd saves, by owner."""
+    saved = _all_saved(local) - set(local.inputs) - set(local.side_inputs)
+    sizes = {op.storage: op.nbytes for op in local.ops if op.storage == op.name}
+    sizes |= {name: nbytes for op in local.ops for name, nbytes in op.casts}
+    return {owner: sizes[owner] for owner in saved if owner in sizes}
 
 
 def redone_ops(local: LocalBlock, recompute: Recompute) -> tuple[LocalOp, ...]:
@@ -89,7 +185,7 @@ def redone_ops(local: LocalBlock, recompute: Recompute) -> tuple[LocalOp, ...]:
     is there (non-reentrant checkpointing stops early). A kept addend (a row-parallel product)
     keeps its reduced form, and neither runs again.
     """
-    if recompute.mode == "none":
+    if recompute.mode in ("none", "offload"):
         return ()
     keep = set(recompute.keep)
     redone = []
@@ -190,21 +286,27 @@ def _run_forward(
 
 def _backward(
     local: LocalBlock,
+    heap: _Heap,
     kept: Mapping[str, int],
     inputs: Mapping[str, int],
     region: bool,
     accumulating: bool,
-) -> tuple[int, int]:
-    """Return the peak of backward and the bytes of parameter gradients it makes.
+    events: list[Event] | None,
+    fetched: Mapping[str, int] | None = None,
+) -> tuple[int, _Gradients]:
+    """Walk the backward; return the bytes of parameter gradients it makes, and those of inputs.
 
-    In a region the marked results live until the backward ends.
+    What is `fetched` from the host comes for each op that saved it and goes with it.
+
+    In a region the marked results live until the backward ends. `events` is filled with what
+    happens after the start, when what is kept and the gradients of the outputs are there.
     """
-    heap = _Heap()
     for name, nbytes in (*kept.items(), *inputs.items()):
         heap.add(name, nbytes)
     gradients = _Gradients(heap)
     for name in dict.fromkeys(local.outputs):
         gradients.receive(name, local.value_bytes.get(_storage(local, name), 0))
+    heap.events = events
     if region:
         end = _rerun_end(local)
         _run_forward(local, local.ops[:end], heap, _all_saved(local) | set(kept), {}, internal=True)
@@ -217,6 +319,10 @@ def _backward(
     made = 0
     for op in reversed(local.ops):
         coming = gradients.take(op.name)
+        if fetched is not None:
+            heap.add(f"{op.name}:internal", op.internal_bytes)
+            for owner in op.saved:
+                heap.add(owner, fetched.get(owner, 0))
         for name in op.grads:
             if op.op is not None and op.op.target == "getitem":
                 gradients.collect(name, coming)
@@ -239,9 +345,10 @@ def _backward(
         heap.drop(f"{op.name}:internal")
         for owner in op.saved:
             uses[owner] -= 1
-            if uses[owner] == 0 and owner not in held:
+            is_over = uses[owner] == 0 or fetched is not None
+            if is_over and owner not in held:
                 heap.drop(owner)
-    return heap.peak, made
+    return made, gradients
 
 
 def _drop_unneeded(local: LocalBlock, heap: _Heap, there: set[str]) -> None:

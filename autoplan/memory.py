@@ -26,6 +26,7 @@ __all__ = [
     "StageBlock",
     "StageMemory",
     "memory_samples",
+    "stage_actions",
     "stage_memory",
     "static_bytes",
 ]
@@ -128,6 +129,7 @@ def stage_memory(
     is_mixed: bool = False,
     is_gloo: bool = False,
     input_bytes: int = 0,
+    stand_in_bytes: int = 0,
     parts: Sequence[PartBytes],
     reserve: int = 0,
     engine: Engine = AUTOPLAN,
@@ -142,6 +144,7 @@ def stage_memory(
         is_mixed: parameters are computed with in another dtype than they are stored in.
         is_gloo: collectives run on gloo, whose reduce-scatter works on a copy.
         input_bytes: batch inputs of one step that stay for the whole step.
+        stand_in_bytes: of tensors that stand for weight gradients and stay.
         parts: the stages of the rank.
         reserve: bytes set aside on the device.
         engine: the software that trains.
@@ -151,7 +154,8 @@ def stage_memory(
         parts = [replace(part, entering=0, leaving=0) for part in parts]
     walk = _Walk(blocks, setting, optimizer, is_mixed, is_gloo, engine, parts)
     walk.fixed = input_bytes + receive_buffer_bytes(parts, setting, stage)
-    walk.run(_actions(setting, stage))
+    walk.stand_ins = stand_in_bytes
+    walk.run(stage_actions(setting, stage))
     by_category = {**walk.peak_parts, "reserve": reserve}
     return StageMemory(
         peak=sum(by_category.values()), instant=walk.peak_name, by_category=by_category
@@ -210,7 +214,7 @@ def receive_buffer_bytes(parts: Sequence[PartBytes], setting: Setting, stage: in
     return setting.live()[stage] * only.entering + min(2, m) * only.leaving
 
 
-def _actions(setting: Setting, stage: int) -> list[tuple[str, bool, int]]:
+def stage_actions(setting: Setting, stage: int) -> list[tuple[str, bool, int]]:
     """Return the stage's forwards and backwards in order: kind, is it the last one, part.
 
     A schedule repeats itself after its warm-up, so micro-batches that change nothing are left out.
@@ -269,7 +273,7 @@ class _Walk:
         self.compute = {k: sum(g.gathered for g in v) for k, v in groups.items()}
         self.grads = {k: sum(g.gathered_grads for g in v) for k, v in groups.items()}
         self.whole = {k: sum(g.trained for g in v) for k, v in groups.items()}
-        self.fixed = 0
+        self.fixed = self.stand_ins = 0
         self.activations = 0
         self.gathered: dict[int, int] = {}
         self.buffers: dict[int, int] = {}
@@ -299,6 +303,7 @@ class _Walk:
     def note(self, name: str, transient: int = 0) -> None:
         """Compare what lives now, and a transient, with the peak so far."""
         gradients = sum(self.gradients.values()) + sum(self.sharded.values()) + self.unmerged
+        gradients += self.stand_ins
         working = sum(self.gathered.values()) + sum(self.buffers.values()) + self.reduce_input
         total = self.activations + gradients + working + transient + self.fixed
         total += self.parameters + self.optimizer

@@ -1,7 +1,8 @@
-"""What it costs to keep shards of parameters, gradients and optimizer state in host memory.
+"""What it costs to keep states, or what autograd saves, in host memory.
 
-Every gather first copies the rank's shard to the device, every reduction copies its result back,
-and the optimizer steps on the host (ZeRO-Offload, Ren et al. 2021; FSDP2's `CPUOffloadPolicy`).
+States are the shards of parameters, gradients and optimizer state. Every gather then first copies
+the rank's shard to the device, every reduction copies its result back, and the optimizer steps on
+the host (ZeRO-Offload, Ren et al. 2021; FSDP2's `CPUOffloadPolicy`).
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autoplan.cluster import Cluster
+from autoplan.liveness import offloaded_bytes
+from autoplan.local import LocalBlock
 from autoplan.profiles.catalog import load_profile
 from autoplan.settings import OFFLOADS, Setting, Workload
 from autoplan.stage_costs import GroupBytes
 
-__all__ = ["check_offload", "copy_in_s", "copy_out_s", "host_bytes", "host_optimizer_s"]
+__all__ = ["away_s", "check_offload", "copy_in_s", "copy_out_s", "host_bytes", "host_optimizer_s"]
 
 # Two sockets of eight channels of DDR4-3200 a node: 2 * 8 * 25.6 GB/s.
 # Source: datasheet of the AMD EPYC 7742, two of which are in a DGX A100.
@@ -53,6 +56,17 @@ def _copy_s(nbytes: int, setting: Setting, cluster: Cluster) -> float:
         return 0.0
     device = cluster.device
     return device.launch_overhead_s + nbytes / setting.dp / device.host_link_bytes_per_s
+
+
+def away_s(local: LocalBlock, cluster: Cluster) -> float:
+    """Return the seconds of copying what a block's forward saves to the host, one way.
+
+    The copies run on the stream that computes (`autoplan.host_activations`), so nothing hides them.
+    """
+    device = cluster.device
+    copies = sum(len(op.saved) + (op.internal_bytes > 0) for op in local.ops)
+    seconds = copies * device.launch_overhead_s
+    return seconds + offloaded_bytes(local) / device.host_link_bytes_per_s
 
 
 def host_optimizer_s(traffic_bytes: float, cluster: Cluster) -> float:

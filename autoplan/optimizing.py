@@ -70,7 +70,8 @@ def optimize(
         progress: called as the search goes on.
         compare: price simpler strategies beside the plan.
         offload: what a plan may keep in host memory, where nothing else fits or it is faster:
-            `optimizer`, for shards of parameters, gradients and optimizer state.
+            `optimizer`, for shards of parameters, gradients and optimizer state; `activations`, for
+            what autograd saves in a block.
         within: bounds of settings, both ends allowed: `{"tp": (1, 4)}`.
         forbid: values that settings may not have: `{"tp": [8], "zero_stage": 3}`.
         **pins: fixed settings: dp, tp, pp, zero_stage, microbatch_size, num_microbatches,

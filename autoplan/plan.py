@@ -76,11 +76,12 @@ class Recompute:
 
     Attributes:
         mode: `none`: all that autograd saves. `full`: only the block's inputs; it runs again.
-            `selective`: inputs and the results of the ops in `keep`.
+            `selective`: inputs and the results of the ops in `keep`. `offload`: inputs; all else
+            that autograd saves waits in host memory, and nothing runs again.
         keep: op names of the block's graph whose results are kept; empty unless selective.
     """
 
-    mode: Literal["none", "full", "selective"]
+    mode: Literal["none", "full", "selective", "offload"]
     keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -139,7 +139,7 @@ def plan(
     ] = "none",
     offload: Annotated[
         list[str] | None,
-        typer.Option(help="Let a plan keep states in host memory: optimizer."),
+        typer.Option(help="What may lie in host memory: optimizer, activations. Repeatable."),
     ] = None,
     batch_dim: Annotated[
         str, typer.Option(help="Where the batch lies in the inputs: 1, or 1,0, or x=1,mask=none.")

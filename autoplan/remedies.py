@@ -78,13 +78,9 @@ def least_memory(planner: Planner, enough: int = 0) -> Least:
 def _least_of(planner: Planner, setting: Setting) -> Least:
     pricer = planner.pricer(setting.microbatch_size)
     calls = range(len(pricer.trace.calls))
-    decisions = tuple(_leanest(pricer, call, setting) for call in calls)
-    best = _priced(
-        pricer,
-        setting,
-        even_stage_ends(pricer.trace, setting.pp * setting.virtual_stages),
-        decisions,
-    )
+    decisions = _leanest(pricer, setting)
+    ends = even_stage_ends(pricer.trace, setting.pp * setting.virtual_stages)
+    best = _priced(pricer, setting, ends, decisions)
     for _ in range(len(calls)):
         moved = [
             _priced(pricer, setting, ends, decisions)
@@ -115,14 +111,35 @@ def _priced(
     return Least(setting=setting, ends=ends, decisions=decisions, stage=stage)
 
 
-def _leanest(pricer: Pricer, call: int, setting: Setting) -> Decision:
+def _leanest(pricer: Pricer, setting: Setting) -> tuple[Decision, ...]:
+    """Return per call the decision with which all calls together need least.
+
+    What calls keep adds up, what they work with does not: for every amount of working memory that
+    some decision has, each call takes the decision that keeps least within it.
+    """
     live = setting.live()[0]
-
-    def need(decision: Decision) -> int:
-        option = pricer.option(call, decision, setting, live)
-        return live * option.kept + option.static + option.working
-
-    return min(pricer.decisions(pricer.trace.calls[call].block, setting.tp), key=need)
+    kinds = pricer.alike(setting)
+    choices = {
+        index: [
+            (live * option.kept + option.static, option.working, decision)
+            for decision in pricer.decisions(pricer.trace.calls[calls[0]].block, setting.tp)
+            for option in (pricer.option(calls[0], decision, setting, live),)
+        ]
+        for index, calls in enumerate(kinds)
+    }
+    best: tuple[int, list[Decision]] | None = None
+    for most in sorted({working for found in choices.values() for _, working, _ in found}):
+        within = [[c for c in found if c[1] <= most] for found in choices.values()]
+        if not all(within):
+            continue
+        chosen = [min(found, key=lambda c: c[:2]) for found in within]
+        need = most + sum(len(k) * c[0] for k, c in zip(kinds, chosen, strict=True))
+        if best is None or need < best[0]:
+            best = need, [decision for _, _, decision in chosen]
+    assert best is not None, "the largest working memory lets every decision in"
+    pairs = zip(kinds, best[1], strict=True)
+    by_call = {call: decision for calls, decision in pairs for call in calls}
+    return tuple(by_call[call] for call in range(len(pricer.trace.calls)))
 
 
 def infeasible_error(planner: Planner, least: Least) -> InfeasibleError:
@@ -175,9 +192,7 @@ def find_remedies(planner: Planner, need: int) -> tuple[str, ...]:
     """
     found = [f"device memory of {format_bytes_up(need)} on the same devices"]
     found += _unpinned(planner)
-    if not planner.workload.offload and _fits(planner, offload=OFFLOADS):
-        names = ", ".join(OFFLOADS)
-        found.append(f"offload='{names}' (shards of all states in host memory; slower)")
+    found += _offloaded(planner)
     for cluster in _larger(planner.cluster):
         if _fits(planner, cluster=cluster):
             found.append(f"{cluster.world_size} devices ({cluster})")
@@ -201,6 +216,17 @@ def _unpinned(planner: Planner) -> list[str]:
             return [f"without the pin {name}={value}"]
     if len(pins) > 1 and _fits(planner, pins={}):
         return ["without the pins " + ", ".join(f"{k}={v}" for k, v in pins.items())]
+    return []
+
+
+def _offloaded(planner: Planner) -> list[str]:
+    """Return the first set of parts that fit when they may lie in host memory."""
+    if planner.workload.offload or planner.cluster.is_cpu:
+        return []
+    for names in (*((name,) for name in OFFLOADS), OFFLOADS):
+        if _fits(planner, offload=names):
+            text = repr(names[0]) if len(names) == 1 else repr(names)
+            return [f"offload={text}: that part in host memory, which is slower"]
     return []
 
 
@@ -245,8 +271,6 @@ def _fits(
     if constraints is not None:
         changed.pins, changed.limits = kept_constraints(changed.pins, changed.limits, constraints)
     if offload:
-        if planner.cluster.is_cpu:
-            return False
         changed.workload = replace(planner.workload, offload=offload)
     if cluster is not None:
         changed.cluster = cluster

@@ -19,7 +19,7 @@ from torch import nn
 from autoplan.autocast import InAutocast
 from autoplan.backends import Backend
 from autoplan.bundler import Bundle, bundle
-from autoplan.calls import written_places
+from autoplan.calls import runs_again, written_places
 from autoplan.collectives import Redistribute
 from autoplan.emitter import captured_for
 from autoplan.errors import EmitError
@@ -166,7 +166,7 @@ class _Script:
                 is_autocast = program.autocast is not None
                 kept = keep_plan(graph.ops, entry.keep, is_autocast=is_autocast)
             compiled = compile_graph(graph, self.device, is_marked=kept is not None)
-            cloned, changed = written_places(graph) if entry.mode != "none" else ((), ())
+            cloned, changed = written_places(graph) if runs_again(entry.mode) else ((), ())
             run = self._function(graph.name, compiled, means, entry.keep)
             self._note_use(run, block, graph)
             arguments = {
@@ -322,6 +322,7 @@ class _Script:
                 lines += _wrapped(f"tensor parallel: {', '.join(texts) or 'whole on every rank'}")
             words = {
                 "none": "keeps what autograd saves",
+                "offload": "keeps its inputs; what else autograd saves waits on the host",
                 "full": "keeps its inputs, and runs again in the backward",
                 "selective": f"keeps its inputs and {len(entry.keep)} results, and runs again",
             }

@@ -38,7 +38,7 @@ PIN_KEYS = (
     "virtual_stages",
 )
 NO_LIMITS = Limits()
-OFFLOADS = ("optimizer",)
+OFFLOADS = ("optimizer", "activations")
 Schedule = Literal["none", "1f1b", "gpipe", "interleaved", "zero_bubble"]
 _RECOMPUTE = ("none", "full", "selective")
 _MAX_MICROBATCH_ROWS = 64

@@ -78,8 +78,8 @@ def _seconds(pricer: Pricer, setting: Setting, call: int, decision: Decision) ->
         slow_forward_s = slowdown_s(gathered_s, base.forward_s)
         slow_backward_s = slowdown_s(regathered_s + reduced_s, base.backward_s)
     return BlockSeconds(
-        forward=base.compute_forward_s + slow_forward_s,
-        backward=base.compute_backward_s + slow_backward_s,
+        forward=base.compute_forward_s + slow_forward_s + base.away_s,
+        backward=base.compute_backward_s + slow_backward_s + base.away_s,
         weight_backward=base.weight_backward_s,
         recompute=base.redo_s - base.redo_comm_s,
         forward_tensor_parallel=base.comm_forward_s,

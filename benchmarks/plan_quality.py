@@ -87,6 +87,7 @@ class SequentialFrontiers(Frontiers):
         *,
         whole: frozenset[str] = frozenset(),
         recompute: str | None = None,
+        offloads: bool = False,
     ) -> tuple[Decision, ...]:
         """Return the plain decision, and the frontier of recomputation with its placements."""
         plain = self.plain(block, timer, whole=whole)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 from autoplan.cluster import Cluster
 from autoplan.graph import BlockTrace
@@ -74,6 +74,7 @@ class Configuration:
             and no time can be compared.
         options: further arguments of `estimate`.
         assumed: what the row left open, and the value taken here.
+        allocator: kind of segments of torch's caching allocator.
     """
 
     shape: Shape
@@ -81,6 +82,7 @@ class Configuration:
     global_batch: int
     options: Mapping[str, Any]
     assumed: Mapping[str, Any]
+    allocator: Literal["segments", "expandable"] = "segments"
 
 
 def _number(row: Mapping[str, str], key: str) -> int | None:
@@ -146,9 +148,16 @@ def configurations(row: Mapping[str, str]) -> list[Configuration]:
             batch = microbatch * degrees["dp"] * accumulated
         options["microbatch_size"] = microbatch
         fitted = replace(shape, vocab=_padded(shape.vocab, row, degrees["tp"]))
+        # torchtitan's launch script asks for expandable segments (`run_llama_train.sh`).
+        is_expandable = "torchtitan" in (row.get("framework") or "").lower()
         found.append(
             Configuration(
-                shape=fitted, cluster=cluster, global_batch=batch, options=options, assumed=choice
+                shape=fitted,
+                cluster=cluster,
+                global_batch=batch,
+                options=options,
+                assumed=choice,
+                allocator="expandable" if is_expandable else "segments",
             )
         )
     return found
@@ -379,12 +388,31 @@ def _engine(row: Mapping[str, str], family: str, zero_stage: int) -> str:
     if family == "megatron":
         if zero_stage > 1:
             raise Skipped(f"ZeRO-{zero_stage} of {row.get('framework')} is not priced")
-        if "overlap-grad-reduce" in (row.get("args") or ""):
-            return "megatron-overlap"
-        return "megatron-fp16" if dtype.startswith("fp16") else "megatron"
+        return _megatron_engine(row, dtype)
     if "deepspeed" in row.get("framework", "").lower():
         raise Skipped("the buffers of DeepSpeed's ZeRO are not priced")
     text = f"{row.get('framework')} {row.get('sharding')}".lower()
+    if "torchtitan" in text:
+        # The loss is compiled with the model since April 2025 (pull request 1033).
+        is_compiled = "compile" in text and _written(row) >= (2025, 4) and _number(row, "tp") == 1
+        return "fsdp2-compiled-loss" if is_compiled else "fsdp2"
     if "fsdp1" in text or "fsdp (" in text:
         return "fsdp1-bf16" if "mp=pure" in text else "fsdp1"
     return "autoplan"
+
+
+def _megatron_engine(row: Mapping[str, str], dtype: str) -> str:
+    args = row.get("args") or ""
+    is_te = "transformer_engine" in row.get("framework", "") or " TE " in row.get("framework", "")
+    overlap = "-overlap" if "overlap-grad-reduce" in args else ""
+    if dtype.startswith("fp16"):
+        return "megatron-fp16"
+    if is_te and "no-gradient-accumulation-fusion" in args:
+        return "megatron-unfused-overlap"
+    return f"megatron-te{overlap}" if is_te else f"megatron{overlap}"
+
+
+def _written(row: Mapping[str, str]) -> tuple[int, int]:
+    """Return year and month in the name of the file that a row is from; (0, 0): not there."""
+    found = re.search(r"(20\d\d)-?(0[1-9]|1[0-2])", row.get("source") or "")
+    return (int(found.group(1)), int(found.group(2))) if found else (0, 0)

@@ -140,14 +140,14 @@ def price_row(row: Mapping[str, str], file: str, line: int, store: TraceStore) -
         if time_s is None and memory is None and outcome not in ("fit", "oom"):
             raise Skipped("nothing was measured")
         found = configurations(row)
-        prices = [_price(configuration, store) for configuration in found]
+        kind = memory[1] if memory else ""
+        prices = [_price(configuration, store, kind) for configuration in found]
     except Skipped as skipped:
         return Outcome(**start, skipped=str(skipped))
     except (ValueError, AutoplanError) as error:
         return Outcome(**start, skipped=f"estimate refuses: {str(error).splitlines()[0][:120]}")
     times = [price.step_time_s for price in prices]
     is_last = "last rank" in row.get("mem_kind", "")
-    kind = memory[1] if memory else ""
     peaks = [_peak(price, kind, is_last) for price in prices]
     is_timed = time_s is not None and row.get("deterministic") != "true"
     ooms = [not price.fits for price in prices]
@@ -165,14 +165,16 @@ def price_row(row: Mapping[str, str], file: str, line: int, store: TraceStore) -
     )
 
 
-def _price(configuration: Configuration, store: TraceStore) -> Estimate:
+def _price(configuration: Configuration, store: TraceStore, kind: str) -> Estimate:
     shape = configuration.shape
+    allocator = configuration.allocator if kind in ("reserved", "device") else None
     return autoplan.estimate(
         Decoder.on_meta(shape),
         configuration.cluster,
         batch_of(shape),
         global_batch_size=configuration.global_batch,
         traces=store.of(shape),
+        allocator=allocator,
         **configuration.options,
     )
 
@@ -180,15 +182,18 @@ def _price(configuration: Configuration, store: TraceStore) -> Estimate:
 def _peak(price: Estimate, kind: str, is_last: bool) -> int:
     """Return the predicted peak of the kind that was measured.
 
-    `allocated` and `reserved` count tensors of the process, so the reserve is left out; what the
-    caching allocator holds without using it is not predicted. `device` counts all.
+    `allocated` and `reserved` count tensors of the process and what the caching allocator holds for
+    them, `device` context and communicators too.
     """
-    stages = list(zip(price.peak_memory_bytes, price.memory_by_category, strict=True))
-    if is_last:
-        stages = stages[-1:]
-    return max(
-        peak - (parts.get("reserve", 0) if kind != "device" else 0) for peak, parts in stages
-    )
+    context = [parts.get("reserve", 0) for parts in price.memory_by_category]
+    if kind in ("reserved", "device") and price.reserved_memory_bytes is not None:
+        stages = list(price.reserved_memory_bytes)
+    else:
+        pairs = zip(price.peak_memory_bytes, context, strict=True)
+        stages = [peak - outside for peak, outside in pairs]
+    if kind == "device":
+        stages = [nbytes + outside for nbytes, outside in zip(stages, context, strict=True)]
+    return stages[-1] if is_last else max(stages)
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:

@@ -26,6 +26,10 @@ def full(program: Program) -> Recompute:
     return Recompute(mode="full")
 
 
+def away(program: Program) -> Recompute:
+    return Recompute(mode="offload")
+
+
 def selective(program: Program) -> Recompute:
     """Return marks on attention and the first linear of the block."""
     block = next(graph for graph in program.graphs if not graph.is_glue)
@@ -48,7 +52,7 @@ def case(model: str, **plan: Any) -> Case:
     return Case(model=model, plan=plan)
 
 
-@pytest.mark.parametrize("recompute", [None, full, selective])
+@pytest.mark.parametrize("recompute", [None, full, selective, away])
 def test_one_device_equals_the_model(recompute: Any) -> None:
     plan = {} if recompute is None else {"recompute": recompute}
     models = ("gpt", "gpt_tied", "llama", "gpt2")
@@ -70,7 +74,7 @@ def test_recompute_under_zero_equals_the_model() -> None:
     cases = [
         case(model, dp=2, zero_stage=zero, num_microbatches=2, recompute=recompute)
         for zero in (0, 3)
-        for recompute in (full, selective)
+        for recompute in (full, selective, away)
         for model in ("gpt", "llama")
     ]
     check(cases, 2)
@@ -82,6 +86,7 @@ def test_pipelines_equal_the_model() -> None:
         case("gpt", pp=2, num_microbatches=4, first_calls=[2], schedule="gpipe"),
         case("llama", pp=2, num_microbatches=4, first_calls=[4]),
         case("gpt2", pp=2, num_microbatches=4, recompute=selective),
+        case("gpt_tied", pp=2, num_microbatches=2, recompute=away),
     ]
     check(cases, 2)
 

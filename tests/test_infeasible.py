@@ -117,6 +117,19 @@ def test_plan_of_least_memory_is_found_where_the_search_is_too_coarse() -> None:
     assert verify_plan(plan, planner.exact_trace(plan.microbatch_size), planner.cluster) == ()
 
 
+def test_least_memory_recomputes_where_what_blocks_keep_adds_up() -> None:
+    deep = ChainSpec(width=8, vocabulary=8, bodies=(replace(BODY, count=6, hidden=32),))
+
+    def need(**pins: Any) -> int:
+        cluster = cluster_of("1x1:cpu", "1GiB")
+        return least_memory(
+            planner_of(deep, cluster, workload_of(32), {"microbatch_size": 32, **pins})
+        ).need_bytes
+
+    assert need() < 0.8 * need(recompute="none")
+    assert need() <= min(need(recompute="full"), need(recompute="selective"))
+
+
 def test_sizes_round_up_so_that_reading_them_back_never_gives_less() -> None:
     for number in (1, 1023, 1025, 2**20 + 1, 3 * 2**30 - 1, 123456789):
         assert number <= parse_bytes(format_bytes_up(number)) <= number * 1.01 + 1

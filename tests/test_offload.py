@@ -13,7 +13,7 @@ from autoplan.cluster import Cluster
 from autoplan.errors import InfeasibleError
 from autoplan.offload import host_bytes
 from autoplan.optimizing import find_plan
-from autoplan.plan import Plan
+from autoplan.plan import Plan, Recompute
 from autoplan.planner import Planner
 from autoplan.remedies import least_memory
 from autoplan.verifier import verify_plan
@@ -76,11 +76,44 @@ def test_host_bytes_are_all_states_once_over_the_ranks() -> None:
     assert host_bytes(groups, setting, made.workload) == 4 * stored // 2
 
 
+def test_saved_activations_wait_on_the_host_where_that_is_faster_than_running_again() -> None:
+    chain = ChainSpec(width=8, vocabulary=8, bodies=(BodySpec(count=6, hidden=32, has_norm=True),))
+    device = replace(Cluster.parse("1x1:v100").device, host_link_bytes_per_s=1e13)
+
+    def made(memory: int | str, offload: tuple[str, ...]) -> Planner:
+        cluster = Cluster.from_device(device).with_memory(memory, reserve_bytes=0)
+        workload = replace(workload_of(32), offload=offload)
+        return planner_of(chain, cluster, workload, {"microbatch_size": 32})
+
+    memory = least_memory(made("1GiB", ())).need_bytes
+    again, away = (find_plan(made(memory, offload)) for offload in ((), ("activations",)))
+    assert away.predicted.step_time_s < again.predicted.step_time_s
+    modes = {away.recompute[b.recompute].mode for s in away.stages for b in s.blocks}
+    assert "offload" in modes
+    assert away.predicted.time_by_category["offload"] > 0
+    assert max(away.predicted.peak_memory_bytes) <= memory
+
+
+def test_block_with_its_saved_tensors_on_the_host_keeps_its_inputs_alone() -> None:
+    made = planner(2, "1GiB", offloads=False)
+    pricer = made.pricer(2)
+    block = next(c.block for c in pricer.trace.calls if c.fqn)
+    plain = pricer.plain_decision(block, 1)
+    away = replace(plain, recompute=Recompute(mode="offload"))
+    here, there = (pricer.base(block, d, 1) for d in (plain, away))
+    assert there.memory.kept == sum(there.local.inputs[n] for n in there.memory.held_inputs)
+    assert there.memory.kept < here.memory.kept
+    assert there.memory.backward_peak <= here.memory.backward_peak
+    assert there.forward_s > here.forward_s
+    assert there.backward_s > here.backward_s
+    assert there.redo_s == 0
+
+
 @pytest.mark.parametrize(
     ("cluster", "offload", "message"),
     [
         ("1x2:cpu", "optimizer", "a CPU computes in host memory already"),
-        ("1x2:v100", "disk", "offload='disk'; allowed are optimizer"),
+        ("1x2:v100", "disk", "offload='disk'; allowed are optimizer, activations"),
     ],
 )
 def test_what_cannot_be_offloaded_is_refused(cluster: str, offload: str, message: str) -> None:

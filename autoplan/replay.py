@@ -1,0 +1,434 @@
+"""A stage's training steps, tensor by tensor, through a model of the caching allocator.
+
+`stage_memory` says how many bytes are alive at most. What a device holds is more: freed blocks that
+no later tensor fits in, and pools of streams that cannot lend each other memory (FSDP2 gathers and
+reduces on streams of its own). Here every tensor of a step is made and let go in the order in which
+the stage runs, by the laws of docs/design/memory-of-fsdp.md, and the allocator's rules say what is
+reserved. Three steps are run: optimizer states appear at the end of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from autoplan.caching_allocator import Block, CachingAllocator
+from autoplan.liveness import BlockEvents
+from autoplan.memory import stage_actions, uses_fsdp
+from autoplan.settings import Setting, Workload
+
+__all__ = ["Parameter", "ReplayedBlock", "Reserved", "replayed"]
+
+COMPUTE, GATHER, REDUCE = range(3)  # streams, each with its pools
+_STEPS = 3
+
+Key = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter on one rank: its name, bytes as stored and as computed with, before ZeRO."""
+
+    name: str
+    stored: int
+    gathered: int
+    is_trained: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedBlock:
+    """A call of a stage.
+
+    Attributes:
+        events: its tensors in the first micro-batch of a step.
+        accumulating: in later ones, where gradients are added to ones that exist.
+        is_glue: its parameters are in the root's group.
+        inputs, outputs: per local name the value's name in the chain and its bytes.
+        held: inputs that are kept for the backward.
+        parameters: those that no earlier call of the stage holds.
+        states: name in the chain of each local state.
+    """
+
+    events: BlockEvents
+    accumulating: BlockEvents
+    is_glue: bool
+    inputs: Mapping[str, tuple[str, int]]
+    outputs: Mapping[str, tuple[str, int]]
+    held: frozenset[str]
+    parameters: tuple[Parameter, ...]
+    states: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    """Most bytes that tensors took, and most that were reserved for them, context excluded."""
+
+    allocated: int
+    reserved: int
+
+
+def replayed(
+    blocks: Sequence[ReplayedBlock],
+    setting: Setting,
+    workload: Workload,
+    *,
+    stage: int = 0,
+    part_sizes: Sequence[int],
+    is_expandable: bool = False,
+    fixed_bytes: Sequence[int] = (),
+) -> Reserved:
+    """Return what a stage's steps take and reserve.
+
+    Args:
+        blocks: in execution order.
+        setting: degrees, ZeRO stage, micro-batches, schedule.
+        workload: optimizer, precision, engine.
+        stage: index of the rank of the pipeline, or of its only stage.
+        part_sizes: numbers of blocks of its stages.
+        is_expandable: segments of the allocator grow.
+        fixed_bytes: of tensors that are always there, such as the batch.
+    """
+    allocator = CachingAllocator(is_expandable=is_expandable)
+    run = _Replay(blocks, setting, workload, allocator, part_sizes)
+    actions = stage_actions(setting, stage)
+    run.start(fixed_bytes)
+    for _ in range(_STEPS):
+        run.step(actions)
+    return Reserved(allocated=run.allocator.peak_allocated, reserved=run.allocator.peak_reserved)
+
+
+class _Tensors:
+    """Tensors by key, each freed when the last of its holders lets go."""
+
+    def __init__(self, allocator: CachingAllocator) -> None:
+        self.allocator = allocator
+        self.blocks: dict[Key, Block] = {}
+        self.holders: dict[Key, int] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self.blocks
+
+    def make(self, key: Key, nbytes: int, stream: int = COMPUTE) -> None:
+        assert key not in self.blocks, key
+        if nbytes > 0:
+            self.blocks[key] = self.allocator.allocate(nbytes, stream)
+            self.holders[key] = 1
+
+    def hold(self, key: Key) -> None:
+        if key in self.blocks:
+            self.holders[key] += 1
+
+    def release(self, key: Key) -> None:
+        if key not in self.blocks:
+            return
+        self.holders[key] -= 1
+        if self.holders[key] == 0:
+            del self.holders[key]
+            self.allocator.free(self.blocks.pop(key))
+
+    def passing(self, nbytes: int, stream: int = COMPUTE) -> None:
+        """Make a tensor and let it go."""
+        self.make(("passing",), nbytes, stream)
+        self.release(("passing",))
+
+
+class _Replay:
+    def __init__(
+        self,
+        blocks: Sequence[ReplayedBlock],
+        setting: Setting,
+        workload: Workload,
+        allocator: CachingAllocator,
+        part_sizes: Sequence[int],
+    ) -> None:
+        self.blocks = blocks
+        self.setting = setting
+        self.workload = workload
+        self.allocator = allocator
+        self.tensors = _Tensors(allocator)
+        self.zero = setting.zero_stage
+        self.is_mixed = workload.mixed_precision != "none"
+        self.has_buffer = workload.engine.has_gradient_buffer
+        self.wrapped = uses_fsdp(setting, self.is_mixed) and not self.has_buffer
+        self.shards = setting.dp if self.zero >= 1 else 1
+        self.root = len(blocks)
+        self.groups: dict[int, list[Parameter]] = {}
+        for index, block in enumerate(blocks):
+            group = self.root if block.is_glue else index
+            self.groups.setdefault(group, []).extend(block.parameters)
+        self.groups = {group: found for group, found in self.groups.items() if found}
+        self.values: dict[Key, Key] = {}
+        self.gradients: dict[Key, Key] = {}
+        self.readers: dict[Key, int] = {}
+        self.own: dict[tuple[int, int], dict[str, Key]] = {}
+        self.reading: dict[str, int] = {}
+        for block in blocks:
+            for value, _ in block.inputs.values():
+                self.reading[value] = self.reading.get(value, 0) + 1
+        self.last: int | None = None
+        ends = list(accumulate(part_sizes))
+        self.parts = [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
+
+    # The resident state.
+
+    def start(self, fixed_bytes: Sequence[int]) -> None:
+        """Make what is there before the first step."""
+        for number, nbytes in enumerate(fixed_bytes):
+            self.tensors.make(("fixed", number), nbytes)
+        for parameter in self._parameters():
+            whole = parameter.gathered if self.has_buffer else -(-parameter.stored // self.shards)
+            self.tensors.make(("parameter", parameter.name), whole)
+        if not self.has_buffer:
+            return
+        trained = [p for p in self._parameters() if p.is_trained]
+        is_wide = self.workload.engine.is_gradient_wide
+        grads = sum(p.stored if is_wide else p.gathered for p in trained)
+        self.tensors.make(("gradients",), grads)
+        for parameter in trained:
+            if parameter.stored > parameter.gathered:
+                nbytes = -(-parameter.stored // self.shards)
+                self.tensors.make(("copy", parameter.name), nbytes)
+
+    def _parameters(self) -> Iterable[Parameter]:
+        return (p for block in self.blocks for p in block.parameters)
+
+    def step(self, actions: Sequence[tuple[str, bool, int]]) -> None:
+        """Run the actions of a step and the optimizer."""
+        self._zero_gradients()
+        counts = {kind: dict.fromkeys(range(len(self.parts)), 0) for kind in "FB"}
+        for kind, is_last, part in actions:
+            if kind == "I":  # what it frees is counted with the backward of the weights
+                continue
+            number = counts[kind][part]
+            counts[kind][part] += 1
+            if kind == "F":
+                self._forward(number, self.parts[part])
+            else:
+                self._backward(number, is_last, self.parts[part])
+        if self.wrapped and self.zero <= 1 and self.setting.pp > 1:
+            for group in sorted(self.groups, key=lambda g: -1 if g == self.root else g):
+                self._reduce(group, reshards=True)
+        for group in self.groups:
+            self._release_whole(group)
+        self._drop_buffers()
+        self.tensors.release(("reduce input",))
+        self._optimizer_step()
+
+    def _zero_gradients(self) -> None:
+        for group in self.groups:
+            self.tensors.release(("shard", group))
+        for parameter in self._parameters():
+            self.tensors.release(("grad", parameter.name))
+
+    def _optimizer_step(self) -> None:
+        ratio = self.workload.optimizer.state_bytes_per_byte
+        trained = [p for p in self._parameters() if p.is_trained]
+        sizes = {p.name: -(-p.stored // self.shards) for p in trained}
+        for name, nbytes in sizes.items():
+            for number in range(int(ratio)):
+                if ("state", name, number) not in self.tensors:
+                    self.tensors.make(("state", name, number), nbytes)
+        if self.workload.optimizer.is_foreach:
+            for name, nbytes in sizes.items():
+                self.tensors.make(("temporary", name), nbytes)
+            for name in sizes:
+                self.tensors.release(("temporary", name))
+        elif not self.has_buffer:
+            self.tensors.passing(2 * max(sizes.values(), default=0))
+
+    # Forward.
+
+    def _forward(self, number: int, part: range) -> None:
+        self._gather_forward(self.root)
+        for index in part:
+            self._gather_forward(index)
+            self._forward_of(number, index)
+            if self.zero == 3 and index in self.groups:
+                self._release_whole(index)
+        self._drop_buffers()
+        if self.zero == 3 and self.setting.pp > 1:
+            self._release_whole(self.root)
+
+    def _forward_of(self, number: int, index: int) -> None:
+        block = self.blocks[index]
+        for value, nbytes in block.inputs.values():
+            if (number, value) not in self.values:
+                self._enter(number, value, nbytes)
+        own = self.own[(number, index)] = {}
+        for name, nbytes in block.events.forward:
+            self._play((number, index), name, nbytes)
+        for local, (value, _) in block.outputs.items():
+            storage = block.events.outputs[local]
+            key: Key = (number, index, storage)
+            if storage in block.inputs:
+                key = self.values[(number, block.inputs[storage][0])]
+            self.tensors.hold(key)
+            self.values[(number, value)] = key
+            self.readers[(number, value)] = self.reading.get(value, 0)
+            self._let_go_unread(number, value)
+        for name in [n for n in own if n not in block.events.kept]:
+            self.tensors.release(own.pop(name))
+        for local, (value, _) in block.inputs.items():
+            if local in block.held:
+                self.tensors.hold(self.values[(number, value)])
+            self.readers[(number, value)] -= 1
+            self._let_go_unread(number, value)
+
+    def _enter(self, number: int, value: str, nbytes: int) -> None:
+        key: Key = (number, "value", value)
+        self.tensors.make(key, nbytes)
+        self.values[(number, value)] = key
+        self.readers[(number, value)] = self.reading[value]
+
+    def _let_go_unread(self, number: int, value: str) -> None:
+        if self.readers[(number, value)] == 0:
+            self.tensors.release(self.values[(number, value)])
+
+    def _play(self, place: tuple[int, int], name: str, nbytes: int) -> None:
+        """Make a tensor of a block, or let it go."""
+        own = self.own[place]
+        if nbytes == 0:
+            if name in own:
+                self.tensors.release(own.pop(name))
+        elif name not in own:
+            key = (*place, name)
+            self.tensors.make(key, nbytes)
+            own[name] = key
+
+    # Backward.
+
+    def _backward(self, number: int, is_last: bool, part: range) -> None:
+        is_pipeline = self.setting.pp > 1
+        syncs = self.wrapped and (self.zero >= 2 or (is_last and not is_pipeline))
+        reshards = self.zero == 3 or (is_last and not is_pipeline)
+        if self.wrapped and self.zero == 3:
+            self._gather_backward(self.root)
+            self._prefetch(self.root)
+        for index in reversed(part):
+            if self.wrapped and self.zero == 3 and not self.blocks[index].is_glue:
+                self._gather_backward(index)
+                self._prefetch(index)
+            self._backward_of(number, index)
+            if syncs and index in self.groups:
+                self._reduce(index, reshards)
+        if syncs and self.root in self.groups:
+            self._reduce(self.root, reshards)
+        for key in [k for k in self.gradients if k[0] == number]:
+            if self.gradients[key][1] in part:
+                self.tensors.release(self.gradients.pop(key))
+        self.tensors.release(("reduce input",))
+
+    def _backward_of(self, number: int, index: int) -> None:
+        block = self.blocks[index]
+        trained = [p for p in block.states.values() if ("grad", p) in self.tensors]
+        adds_up = self.has_buffer or (bool(trained) and not self.is_mixed)
+        events = block.accumulating if adds_up else block.events
+        own = self.own[(number, index)]
+        for local, (value, nbytes) in block.outputs.items():
+            key = self.gradients.pop((number, value), None)
+            if key is None:
+                key = (number, index, "coming", local)
+                self.tensors.make(key, nbytes)
+            own[events.coming[local]] = key
+        for name, nbytes in events.backward:
+            if name.startswith("pgrad:") and not adds_up:
+                # A converted parameter is named after the one that is stored.
+                state = name.removeprefix("pgrad:").split("__")[0]
+                self._keep_gradient(block.states[state], nbytes)
+            else:
+                self._play((number, index), name, nbytes)
+        for local, names in events.going.items():
+            place = (number, block.inputs[local][0])
+            for name in names[:1]:
+                if name in own and place not in self.gradients:
+                    self.tensors.hold(own[name])
+                    self.gradients[place] = own[name]
+        for key in self.own.pop((number, index)).values():
+            self.tensors.release(key)
+        for local in block.held:
+            self.tensors.release(self.values[(number, block.inputs[local][0])])
+        if self.wrapped and self.is_mixed and self.zero <= 1:
+            self._widen(block)
+
+    def _keep_gradient(self, name: str, nbytes: int) -> None:
+        """Keep the gradient of a parameter, or add it to the one there is."""
+        if ("grad", name) in self.tensors:
+            self.tensors.passing(nbytes)
+        else:
+            self.tensors.make(("grad", name), nbytes)
+
+    def _widen(self, block: ReplayedBlock) -> None:
+        """Turn whole gradients into ones of the stored dtype, which wait for the reduction."""
+        for parameter in block.parameters:
+            if ("grad", parameter.name) in self.tensors:
+                if ("wide", parameter.name) not in self.tensors:
+                    self.tensors.make(("wide", parameter.name), parameter.stored)
+                self.tensors.release(("grad", parameter.name))
+
+    # Gathers and reductions of FSDP2.
+
+    def _gather_forward(self, group: int) -> None:
+        if not self.wrapped or group not in self.groups or self._is_gathered(group):
+            return
+        earlier = self.last
+        if self.zero > 0 and self.setting.dp > 1:
+            self._gather(group)
+        self._make_whole(group)
+        if earlier is not None and earlier != group:
+            self.tensors.release(("buffer", earlier))
+
+    def _gather(self, group: int) -> None:
+        size = sum(p.gathered for p in self.groups[group])
+        if self.is_mixed:
+            self.tensors.make(("cast",), size // self.setting.dp, GATHER)
+        self.tensors.make(("buffer", group), size, GATHER)
+        self.tensors.release(("cast",))
+        self.last = group
+
+    def _is_gathered(self, group: int) -> bool:
+        return ("whole", self.groups[group][0].name) in self.tensors
+
+    def _make_whole(self, group: int) -> None:
+        for parameter in self.groups[group]:
+            self.tensors.make(("whole", parameter.name), parameter.gathered)
+
+    def _release_whole(self, group: int) -> None:
+        for parameter in self.groups.get(group, ()):
+            self.tensors.release(("whole", parameter.name))
+
+    def _drop_buffers(self) -> None:
+        for group in self.groups:
+            self.tensors.release(("buffer", group))
+        self.last = None
+
+    def _gather_backward(self, group: int) -> None:
+        if group not in self.groups or self._is_gathered(group):
+            return
+        if ("buffer", group) not in self.tensors and self.setting.dp > 1:
+            self._gather(group)
+        self._make_whole(group)
+        self.tensors.release(("buffer", group))
+
+    def _prefetch(self, index: int) -> None:
+        earlier = next((i for i in reversed(range(index)) if i in self.groups), None)
+        if earlier is None or self.setting.dp == 1 or self._is_gathered(earlier):
+            return
+        if ("buffer", earlier) not in self.tensors:
+            self._gather(earlier)
+
+    def _reduce(self, group: int, reshards: bool) -> None:
+        if reshards:
+            self._release_whole(group)
+        self.tensors.release(("reduce input",))
+        trained = [p for p in self.groups[group] if p.is_trained]
+        size = sum(p.stored if self.is_mixed else p.gathered for p in trained)
+        self.tensors.make(("reduce input",), size)
+        for parameter in self.groups[group]:
+            self.tensors.release(("grad", parameter.name))
+            self.tensors.release(("wide", parameter.name))
+        shard = -(-size // self.shards)
+        if ("shard", group) in self.tensors:
+            self.tensors.passing(shard, REDUCE)
+        else:
+            self.tensors.make(("shard", group), shard, REDUCE)

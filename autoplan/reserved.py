@@ -1,0 +1,126 @@
+"""Bytes that the caching allocator reserves on each stage of a decided plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autoplan.costs import Pricer
+from autoplan.frontiers import Decision
+from autoplan.liveness import block_events
+from autoplan.replay import Parameter, ReplayedBlock, Reserved, replayed
+from autoplan.settings import Setting
+
+__all__ = ["reserved_memory"]
+
+
+def reserved_memory(
+    pricer: Pricer,
+    setting: Setting,
+    ends: Sequence[int],
+    decisions: Sequence[Decision],
+    *,
+    is_expandable: bool,
+) -> tuple[Reserved, ...]:
+    """Return per rank of the pipeline what its tensors take and what is reserved for them.
+
+    Args:
+        pricer: of the micro-batch size.
+        setting: degrees and sizes.
+        ends: per stage the index after its last call.
+        decisions: one per call.
+        is_expandable: segments of the allocator grow.
+    """
+    spans = [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
+    found = []
+    for rank in range(setting.pp):
+        own = spans[rank :: setting.pp]
+        calls = [call for span in own for call in span]
+        run = replayed(
+            _blocks(pricer, setting, calls, decisions),
+            setting,
+            pricer.workload,
+            stage=rank,
+            part_sizes=[len(span) for span in own],
+            is_expandable=is_expandable,
+            fixed_bytes=(
+                pricer.batch_bytes(setting),
+                pricer.stand_in_bytes(calls, decisions, setting.tp),
+            ),
+        )
+        found.append(run)
+    return tuple(found)
+
+
+def _blocks(
+    pricer: Pricer, setting: Setting, calls: Sequence[int], decisions: Sequence[Decision]
+) -> tuple[ReplayedBlock, ...]:
+    held: set[str] = set()
+    made: dict[tuple[int, object], ReplayedBlock] = {}
+    blocks = []
+    for call in calls:
+        key = (pricer.trace.calls[call].block, decisions[call].key)
+        if key not in made:
+            made[key] = _shared_part(pricer, setting, call, decisions[call])
+        blocks.append(_own_part(pricer, setting, call, decisions[call], made[key], held))
+    return tuple(blocks)
+
+
+def _shared_part(pricer: Pricer, setting: Setting, call: int, decision: Decision) -> ReplayedBlock:
+    """Return what is the same for all calls of a class under a decision."""
+    base = pricer.base(pricer.trace.calls[call].block, decision, setting.tp)
+    local, later = pricer.memory_views(base.local, decision)
+    return ReplayedBlock(
+        events=block_events(local, decision.recompute),
+        accumulating=block_events(later, decision.recompute, accumulating=True),
+        is_glue=local.block.is_glue,
+        inputs={},
+        outputs={},
+        held=frozenset((*base.memory.held_inputs, *base.memory.side)),
+        parameters=(),
+        states={},
+    )
+
+
+def _own_part(
+    pricer: Pricer,
+    setting: Setting,
+    call: int,
+    decision: Decision,
+    shared: ReplayedBlock,
+    held: set[str],
+) -> ReplayedBlock:
+    trace, trace_call = pricer.trace, pricer.trace.calls[call]
+    local = pricer.base(trace_call.block, decision, setting.tp).local
+    sizes = {**local.inputs, **local.side_inputs}
+    pairs = zip(local.block.inputs, trace_call.args, strict=True)
+    outs = zip(local.outputs, trace_call.outs, strict=True)
+    canonical = {fqn: group[0] for group in trace.shared for fqn in group}
+    names = {
+        state.name: canonical.get(fqn, fqn)
+        for state, fqn in zip(local.block.states, trace_call.states, strict=True)
+    }
+    ratio = pricer.workload.parameter_bytes_per_traced_byte
+    parameters = []
+    for state in local.block.states:
+        if names[state.name] in held:
+            continue
+        held.add(names[state.name])
+        nbytes = local.state_bytes[state.name]
+        parameters.append(
+            Parameter(
+                name=names[state.name],
+                stored=nbytes * (ratio if state.is_parameter else 1),
+                gathered=nbytes,
+                is_trained=state.is_parameter and state.is_trained,
+            )
+        )
+    return replace(
+        shared,
+        inputs={value.name: (arg, sizes[value.name]) for value, arg in pairs},
+        outputs={
+            name: (out, local.value_bytes.get(shared.events.outputs[name], 0)) for name, out in outs
+        },
+        parameters=tuple(parameters),
+        states=names,
+    )
