@@ -146,7 +146,8 @@ def memory_bound(planner: Planner, setting: Setting) -> Refinement:
     live = min(sum(own) for own in in_flight(setting.schedule, setting.pp, enough, v)) / v
     room = setting.pp * (planner.cluster.capacity_bytes // unit)
     kinds: list[tuple[int, list[tuple[float, float]]]] = []
-    for call, count in pricer.alike(setting):
+    for calls in pricer.alike(setting):
+        call, count = calls[0], len(calls)
         block = pricer.trace.calls[call].block
         points = []
         for decision in pricer.decisions(block, setting.tp):

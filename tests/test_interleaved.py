@@ -12,6 +12,7 @@ import torch
 from autoplan.cluster import Cluster
 from autoplan.errors import PlanError
 from autoplan.estimating import Estimate, estimate
+from autoplan.optimizing import optimize
 from autoplan.plan import Plan
 from autoplan.planner import make_planner
 from autoplan.stage_check import check_schedule
@@ -124,3 +125,54 @@ def test_a_weight_shared_by_two_stages_of_a_rank_is_refused_by_name() -> None:
     for message in run_workers(_error, 2, plan):
         assert "tokens.weight is read by stages [0, 2" in message
         assert "two of which are on one of the 2 ranks of the pipeline" in message
+
+
+def searched(**pins: Any) -> Plan:
+    """Return the fastest plan of a chain on four GPUs; the model and batch are on meta."""
+    with torch.device("meta"):
+        model = LinearChain(width=8192, depth=14)
+    batch = torch.empty(16384, 8192, device="meta")
+    pins = {"dp": 1, "pp": 4, "microbatch_size": 2048, **pins}
+    return optimize(model, "1x4:h100_sxm_80gb", batch, loss_fn=mean_square, compare=False, **pins)
+
+
+def test_the_search_gives_ranks_several_stages_where_that_is_faster() -> None:
+    best, flat = searched(), searched(virtual_stages=1)
+    assert (best.search.status, best.schedule) == ("optimal", "interleaved")
+    assert (flat.schedule, len(flat.stages)) == ("1f1b", 4)
+    assert best.predicted.step_time_s < flat.predicted.step_time_s
+    assert best.search.gap < 1e-6
+    pinned = searched(virtual_stages=best.num_chunks)
+    assert pinned.stages == best.stages
+    assert "v=" in "".join(name for name in best.search.outcomes)
+    assert searched(virtual_stages=3).num_chunks == 3
+
+
+def test_a_step_by_the_search_is_near_the_simulated_one() -> None:
+    plan = searched(virtual_stages=2)
+    assert plan.timeline().step_time_s == pytest.approx(plan.predicted.step_time_s, rel=0.05)
+
+
+def test_the_stages_of_a_rank_take_nearly_the_same_time() -> None:
+    plan = searched(virtual_stages=2)
+    costs = plan.costs
+    assert costs is not None
+    for rank in range(4):
+        times = [
+            sum(costs.blocks[name].seconds.forward for name in costs.stages[stage].blocks)
+            for stage in (rank, rank + 4)
+        ]
+        longest = max(costs.blocks[name].seconds.forward for name in costs.blocks)
+        assert max(times) - min(times) <= longest
+
+
+def test_what_interleaving_keeps_can_rule_it_out() -> None:
+    plan = searched(virtual_stages=1)
+    room = max(plan.predicted.peak_memory_bytes)
+    cluster = Cluster.parse("1x4:h100_sxm_80gb").with_memory(str(room), reserve_bytes=0)
+    with torch.device("meta"):
+        model = LinearChain(width=8192, depth=14)
+    batch = torch.empty(16384, 8192, device="meta")
+    pins: dict[str, Any] = {"dp": 1, "pp": 4, "microbatch_size": 2048, "recompute": "none"}
+    found = optimize(model, cluster, batch, loss_fn=mean_square, compare=False, **pins)
+    assert max(found.predicted.peak_memory_bytes) <= room
