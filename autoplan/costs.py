@@ -591,7 +591,8 @@ class Pricer:
             Step time: that of the pipeline and the slowest once-a-step part.
         """
         spans = [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
-        stage_s, weights_s, memories, once = [], [], [], []
+        rank_s, weights_s, memories, once = [], [], [], []
+        stage_s = [0.0] * len(spans)
         totals: dict[str, float] = dict.fromkeys(
             ("compute", "recompute", "tensor_parallel", "zero", "optimizer", "pipeline"), 0.0
         )
@@ -601,20 +602,26 @@ class Pricer:
             own = range(rank, len(spans), setting.pp)
             calls = [call for stage in own for call in spans[stage]]
             prices = [self.price(c, decisions[c], setting) for c in calls]
-            transfer = sum(self._stage_transfer_s(setting, s, spans, decisions) for s in own)
+            transfer = 0.0
+            for stage in own:
+                sent_s = self._stage_transfer_s(setting, stage, spans, decisions)
+                transfer += sent_s
+                each = (self.price(c, decisions[c], setting) for c in spans[stage])
+                stage_s[stage] = sum(p.forward_s + p.backward_s for p in each) + sent_s
             seconds = sum(p.forward_s + p.backward_s for p in prices) + transfer
-            stage_s.append(seconds)
+            rank_s.append(seconds)
             weights_s.append(self._weights_s(setting, calls, decisions))
             once.append(sum(p.once_s for p in prices))
             by_category = _summed(p.by_category for p in prices)
             if seconds > slowest[0]:
                 slowest = (seconds, {**by_category, "pipeline": transfer})
             memories.append(self._rank_memory(setting, rank, spans, decisions))
-        pipeline_s = pipeline_step_s(stage_s, setting, weights_s)
+        by_stage = stage_s if setting.virtual_stages > 1 else ()
+        pipeline_s = pipeline_step_s(rank_s, setting, weights_s, by_stage)
         step = pipeline_s + max(once)
         for name, seconds in slowest[1].items():
             totals[name] = totals.get(name, 0.0) + m * seconds
-        totals["pipeline"] += pipeline_s - m * max(stage_s)
+        totals["pipeline"] += pipeline_s - m * max(rank_s)
         last = range(once.index(max(once)), len(spans), setting.pp)
         parts = _summed(
             self.price(c, decisions[c], setting).once_by_category for s in last for c in spans[s]
@@ -623,7 +630,7 @@ class Pricer:
             totals[name] += seconds
         return PlanPrice(
             step_time_s=step,
-            stage_time_s=tuple(stage_s),
+            stage_time_s=tuple(rank_s),
             time_by_category=totals,
             memory=tuple(memories),
         )

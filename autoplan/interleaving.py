@@ -17,7 +17,7 @@ from itertools import pairwise
 from autoplan.graph import Trace
 from autoplan.search.evaluate import block_options
 from autoplan.search.problem import PipelineProblem, PipelineSolution
-from autoplan.stage_ends import even_ends
+from autoplan.stage_ends import even_ends, holders
 
 __all__ = ["alike_run", "dealt", "even_rank_ends", "most_chunks", "rank_cuts"]
 
@@ -58,8 +58,16 @@ def most_chunks(trace: Trace, pp: int) -> int:
 def rank_cuts(trace: Trace, pp: int, num_chunks: int) -> tuple[bool, ...]:
     """Return the positions between calls where a rank's share may end."""
     run = alike_run(trace)
-    least, most = run.start + num_chunks, run.stop - num_chunks
+    may_start, may_end = _are_stages(trace, run)
+    least = run.start + num_chunks - may_start
+    most = run.stop - num_chunks + may_end
     return tuple(least <= position <= most for position in range(1, len(trace.calls)))
+
+
+def _are_stages(trace: Trace, run: range) -> tuple[bool, bool]:
+    """Return whether what comes before and what comes after a run can be a stage by itself."""
+    own = holders(trace)
+    return any(own[: run.start]), any(own[run.stop :])
 
 
 def even_rank_ends(trace: Trace, pp: int) -> tuple[int, ...]:
@@ -79,6 +87,7 @@ def dealt(
     ]
     times = [option.forward + option.backward for option in chosen]
     pp = problem.num_stages
+    may_start, may_end = _are_stages(trace, run)
     shares: list[list[list[int]]] = []
     for rank, (start, end) in enumerate(pairwise((0, *solution.ends))):
         own = sorted(solution.options[c] for c in range(start, end) if c in run)
@@ -86,7 +95,10 @@ def dealt(
         spent[0] += sum(times[: run.start]) if rank == 0 else 0
         spent[-1] += sum(times[run.stop :]) if rank == pp - 1 else 0
         mean = sum(times[c] for c in range(start, end) if c in run) // max(len(own), 1)
-        shares.append(_deal(own, spent, mean))
+        least = [1] * num_chunks
+        least[0] -= rank == 0 and may_start
+        least[-1] -= rank == pp - 1 and may_end
+        shares.append(_deal(own, spent, least, mean))
     options = list(solution.options[: run.start])
     ends = []
     for chunk in range(num_chunks):
@@ -98,17 +110,20 @@ def dealt(
     return replace(solution, ends=tuple(ends), options=tuple(options))
 
 
-def _deal(options: Sequence[int], spent: Sequence[int], mean: int) -> list[list[int]]:
-    """Return the options of each stage of a rank: at least one block each, then by time."""
-    load = [first + mean for first in spent]
-    counts = [1] * len(spent)
-    for _ in range(len(options) - len(spent)):
-        least = min(range(len(load)), key=lambda i: (load[i], i))
-        load[least] += mean
-        counts[least] += 1
+def _deal(
+    options: Sequence[int], spent: Sequence[int], least: Sequence[int], mean: int
+) -> list[list[int]]:
+    """Return the options of each stage of a rank: its least number of blocks, then by time."""
+    load = [first + mean * count for first, count in zip(spent, least, strict=True)]
+    counts = list(least)
+    for _ in range(len(options) - sum(counts)):
+        lightest = min(range(len(load)), key=lambda i: (load[i], i))
+        load[lightest] += mean
+        counts[lightest] += 1
     dealt: list[list[int]] = [[] for _ in spent]
     for option in options:
         # The stage that is furthest from what it is to have: options are spread evenly.
-        place = max(range(len(counts)), key=lambda i: ((counts[i] - len(dealt[i])) / counts[i], -i))
+        open_stages = [i for i, count in enumerate(counts) if count > len(dealt[i])]
+        place = max(open_stages, key=lambda i: ((counts[i] - len(dealt[i])) / counts[i], -i))
         dealt[place].append(option)
     return [sorted(own) for own in dealt]

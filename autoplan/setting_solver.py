@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["pipeline_problem", "solve_setting"]
 
 _MAX_REPAIRS = 8
+_UNEVEN = 0.01  # by which stages of a rank may make a step longer than even ones would
 
 
 def solve_setting(
@@ -64,6 +65,8 @@ def _repaired(
         price = pricer.plan_price(setting, solution.ends, chosen)
         excess = [m.peak - planner.cluster.total_bytes for m in price.memory]
         if max(excess) <= 0:
+            if setting.virtual_stages > 1:
+                solution = _as_dealt(planner, solution, price.step_time_s, cutoff)
             return solution, False
         capacity = tuple(
             c - max(0, -(-over // pricer.memory_unit))
@@ -74,6 +77,25 @@ def _repaired(
         status="infeasible", ends=(), options=(), objective=0, bound=cutoff or 0
     )
     return none, False
+
+
+def _as_dealt(
+    planner: Planner, solution: PipelineSolution, step_time_s: float, cutoff: int | None
+) -> PipelineSolution:
+    """Return a solution with the time that its stages, as they were dealt, really take.
+
+    Where they are so uneven that this is longer than the ranks' shares allow, the setting is not in
+    the space, unless its number of stages is the user's.
+    """
+    objective = max(solution.objective, -int(-step_time_s // TICK_S))
+    is_even = objective <= solution.objective * (1 + _UNEVEN)
+    is_wanted = is_even or "virtual_stages" in planner.pins
+    if not is_wanted or (cutoff is not None and objective >= cutoff):
+        return PipelineSolution(
+            status="infeasible", ends=(), options=(), objective=0, bound=cutoff or 0
+        )
+    bound = objective if solution.status == "optimal" else solution.bound
+    return replace(solution, objective=objective, bound=bound)
 
 
 def _solved(

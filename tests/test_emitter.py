@@ -98,6 +98,8 @@ def test_interleaved_pipelines_equal_the_model() -> None:
         case("gpt", num_microbatches=2, first_calls=[1, 3, 4], recompute=full, **plan),
         case("llama", num_microbatches=4, recompute=selective, **plan),
         case("gpt2", num_microbatches=1, **plan),
+        case("gpt", pp=2, num_microbatches=1, schedule="gpipe"),
+        case("gpt", pp=2, num_microbatches=4, schedule="zero_bubble"),
         case("llama", pp=2, num_chunks=3, schedule="interleaved", num_microbatches=3),
     ]
     check(cases, 2)
