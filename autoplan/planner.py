@@ -188,9 +188,9 @@ class Planner:
         return (
             f"no setting is possible for {world} devices, global batch {batch} and {pins}: "
             f"dp * tp * pp must be {world}, and dp * num_microbatches * microbatch_size must be "
-            f"{batch} (dp may be {', '.join(map(str, degrees))}), with num_microbatches >= pp under "
-            f"1f1b, and pp <= {num_blocks} blocks with parameters; zero_stage above 0 needs dp above 1"
-            + "".join(f"; {rule}" for rule in rules)
+            f"{batch} (dp may be {', '.join(map(str, degrees))}), with num_microbatches >= pp "
+            f"under 1f1b and pp <= {num_blocks} blocks with parameters; zero_stage above 0 needs "
+            "dp above 1" + "".join(f"; {rule}" for rule in rules)
         )
 
     def search(
