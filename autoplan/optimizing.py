@@ -75,7 +75,7 @@ def optimize(
         within: bounds of settings, both ends allowed: `{"tp": (1, 4)}`.
         forbid: values that settings may not have: `{"tp": [8], "zero_stage": 3}`.
         **pins: fixed settings: dp, tp, pp, zero_stage, microbatch_size, num_microbatches,
-            recompute.
+            recompute, schedule, virtual_stages.
 
     Raises:
         InfeasibleError: nothing fits; says the need, the capacity, the category and a remedy.

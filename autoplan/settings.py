@@ -186,6 +186,7 @@ class Setting:
 
 _CHUNKS = (2, 4, 8)  # that are searched; any other number can be pinned
 _SCHEDULES = ("none", "1f1b", "gpipe", "interleaved", "zero_bubble")
+_SEARCHED = ("1f1b", "gpipe", "interleaved")
 _USUAL_SCHEDULES = ("none", "1f1b", "interleaved")  # these need no word beside pp and v
 _ARGUMENTS = ("batch", "batch_dim", "global_batch_size", "loss_fn", "optimizer", "within", "forbid")
 
@@ -205,8 +206,11 @@ def check_pins(pins: Mapping[str, Any]) -> None:
             if value not in _RECOMPUTE:
                 raise ValueError(f"recompute={value!r}; allowed are {', '.join(_RECOMPUTE)}")
         elif key == "schedule":
-            if value not in _SCHEDULES[1:]:
-                raise ValueError(f"schedule={value!r}; allowed are {', '.join(_SCHEDULES[1:])}")
+            if value not in _SEARCHED:
+                raise ValueError(
+                    f"schedule={value!r}; allowed are {', '.join(_SEARCHED)} (autoplan.estimate "
+                    "prices zero_bubble too)"
+                )
         elif not isinstance(value, int) or isinstance(value, bool) or value < (key != "zero_stage"):
             least = int(key != "zero_stage")
             raise ValueError(f"{key}={value!r}: must be a whole number of at least {least}")
