@@ -17,6 +17,7 @@ from autoplan.local import localize
 from autoplan.plan import Recompute
 from autoplan.redistribution import transition
 from autoplan.search.problem import ChoiceOption, ChoiceProblem, ChoiceSolution, Consumer, Link
+from autoplan.tensor_layout import boundary_of, leaving_placement
 from autoplan.times import OpTime, Timer
 
 __all__ = ["ChoiceModel", "Decision", "legal_options", "may_keep"]
@@ -31,7 +32,7 @@ _KEPT_PARTIAL = "P!"
 class Decision:
     """One way to run a block class: axes of its ops and what it recomputes.
 
-    The last three are priced but not searched: `estimate` sets them.
+    `inner` and `slices_shared` are priced but not searched: `estimate` sets them.
 
     Attributes:
         axes: op name to axis, for ops that are not whole.
@@ -84,10 +85,21 @@ class ChoiceModel:
     """
 
     def __init__(
-        self, block: BlockTrace, timer: Timer, whole: frozenset[str], region: bool
+        self,
+        block: BlockTrace,
+        timer: Timer,
+        whole: frozenset[str],
+        region: bool,
+        *,
+        is_sequence_parallel: bool = False,
     ) -> None:
         self.block = block
         self.timer = timer
+        self.is_sequence_parallel = is_sequence_parallel
+        self.entering = {
+            v.name: boundary_of(v, timer.degree, is_sequence_parallel) for v in block.inputs
+        }
+        self.leaving = {name: self._leaving(name) for name in block.outputs}
         self.region = region
         self.ops = {op.name: op for op in block.ops}
         self.options = {op.name: legal_options(op, timer.degree, whole) for op in block.ops}
@@ -115,7 +127,19 @@ class ChoiceModel:
             if pick.keep:
                 keep.append(op.name)
         mode = "none" if not self.region else ("selective" if keep else "full")
-        return Decision(axes=axes, recompute=Recompute(mode=mode, keep=tuple(keep)))  # type: ignore[arg-type]
+        return Decision(
+            axes=axes,
+            recompute=Recompute(mode=mode, keep=tuple(keep)),  # type: ignore[arg-type]
+            is_sequence_parallel=self.is_sequence_parallel,
+        )
+
+    def _leaving(self, name: str) -> str:
+        """Return the placement in which an output leaves the block."""
+        for op in self.block.ops:
+            if op.name == name:
+                is_sliced = self.is_sequence_parallel and op.needs_grad
+                return leaving_placement(op.shape, self.timer.degree, is_sliced)
+        return self.entering.get(name, "R")
 
     def _total_bytes(self) -> int:
         saved = sum(t.nbytes for op in self.block.ops for t in op.saved)
@@ -133,7 +157,8 @@ class ChoiceModel:
 
     def _all_picks(self, whole: frozenset[str]) -> dict[str, tuple[_Pick, ...]]:
         picks: dict[str, tuple[_Pick, ...]] = {
-            v.name: (_Pick(axis="R", keep=False, option=None),) for v in self.block.inputs
+            v.name: (_Pick(axis=self.entering[v.name], keep=False, option=None),)
+            for v in self.block.inputs
         }
         for state in self.block.states:
             picks[state.name] = tuple(
@@ -180,7 +205,8 @@ class ChoiceModel:
     def _value_states(self, name: str) -> dict[str, int]:
         """Return the placements of a value, as made and as read, with their index."""
         made = [pick.produces for pick in self.picks[name]]
-        read = (*self.read_as[name], *(("R",) if name in self.block.outputs else ()))
+        leaving = (self.leaving[name],) if name in self.leaving else ()
+        read = (*self.read_as[name], *leaving)
         return {state: index for index, state in enumerate(dict.fromkeys((*made, *read)))}
 
     def _source_options(self, name: str, states: dict[str, int]) -> tuple[ChoiceOption, ...]:
@@ -246,7 +272,7 @@ class ChoiceModel:
             )
             consumers.append(Consumer(op=self.index[op.name], requires=required))
         if name in self.block.outputs:
-            consumers.append(Consumer(op=sink, requires=(states["R"],)))
+            consumers.append(Consumer(op=sink, requires=(states[self.leaving[name]],)))
         if not consumers:
             return None
         needs_grad = self._needs_grad(name)

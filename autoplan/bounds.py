@@ -12,7 +12,6 @@ from autoplan.layout_check import fsdp_can_slice
 from autoplan.schedules import enough_rounds, in_flight
 from autoplan.search.mesh import Refinement
 from autoplan.settings import Setting
-from autoplan.step_costs import transfer_s
 from autoplan.units import format_bytes
 
 if TYPE_CHECKING:
@@ -58,8 +57,8 @@ def layout_reason(planner: Planner, setting: Setting) -> str | None:
     """Return why FSDP cannot slice what tensor parallelism stores under a setting, or None."""
     if setting.tp > 1 and setting.dp > 1 and setting.zero_stage > 0:
         for state in strided_states(planner.smallest_trace()):
-            if not fsdp_can_slice(state.shape, _TWO_PIECES, setting.dp):
-                return f"FSDP over dp={setting.dp} cannot slice {state.fqn} beside tp"
+            if not fsdp_can_slice(state.shape, _TWO_PIECES, setting.dp_shard):
+                return f"FSDP over {setting.dp_shard} ranks cannot slice {state.fqn} beside tp"
     return None
 
 
@@ -70,7 +69,7 @@ def static_reason(planner: Planner, setting: Setting) -> str | None:
     without activations; and the layout must be one that can be run.
     """
     trace = planner.smallest_trace()
-    unrunnable = layout_reason(planner, setting)
+    unrunnable = layout_reason(planner, setting) or _unlike_reason(planner, setting)
     if unrunnable is not None:
         return unrunnable
     if setting.offload != "none":
@@ -82,52 +81,86 @@ def static_reason(planner: Planner, setting: Setting) -> str | None:
         for state, fqn in zip(trace.blocks[call.block].states, call.states, strict=True):
             factor = 1 + planner.workload.optimizer.state_bytes_per_byte * state.is_trained
             sizes[canonical.get(fqn, fqn)] = int(state.nbytes * ratio * factor)
-    shards = setting.dp if setting.zero_stage >= 1 else 1
+    shards = setting.shards
     need = sum(sizes.values()) // (shards * setting.tp * setting.pp)
-    if need <= planner.cluster.capacity_bytes:
+    capacity = _most_bytes(planner, setting)
+    if need <= capacity:
         return None
     return (
         f"parameters and optimizer state alone need {format_bytes(need)} a device, it has "
-        f"{format_bytes(planner.cluster.capacity_bytes)}"
+        f"{format_bytes(capacity)}"
     )
+
+
+def _unlike_reason(planner: Planner, setting: Setting) -> str | None:
+    """Return why a setting would put unlike devices into one stage, or None."""
+    try:
+        for stage in range(setting.pp):
+            planner.cluster.on_stage(setting, stage)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _most_bytes(planner: Planner, setting: Setting) -> int:
+    """Return the most bytes that a stage of the setting may use on a device."""
+    return max(planner.cluster.on_stage(setting, s).capacity_bytes for s in range(setting.pp))
 
 
 def blocks_bound(planner: Planner, setting: Setting) -> Refinement:
     """Return a bound from the fastest way to run each block alone, whatever memory it takes."""
     pricer = planner.pricer(setting.microbatch_size)
-    seconds = [pricer.fastest_s(call.block, setting.tp) for call in pricer.trace.calls]
-    return Refinement(bound=_bound(setting, sum(seconds), max(seconds)))
+    bounds = []
+    for is_sliced in pricer.borders(setting.tp):
+        seconds = [
+            pricer.fastest_s(call.block, setting.tp, is_sequence_parallel=is_sliced)
+            for call in pricer.trace.calls
+        ]
+        bounds.append(_bound(setting, sum(seconds), max(seconds)))
+    return Refinement(bound=min(bounds))
 
 
 def frontiers_bound(planner: Planner, setting: Setting) -> Refinement:
     """Return a bound from the decisions of each block under the setting, or why nothing fits."""
     pricer = planner.pricer(setting.microbatch_size)
+    found = [_border_bound(planner, setting, is_sliced) for is_sliced in pricer.borders(setting.tp)]
+    possible = [refinement for refinement in found if refinement.infeasible is None]
+    return min(possible, key=lambda refinement: refinement.bound) if possible else found[0]
+
+
+def _border_bound(planner: Planner, setting: Setting, is_sequence_parallel: bool) -> Refinement:
+    pricer = planner.pricer(setting.microbatch_size)
     total, slowest, once, static = 0, 0, 0, 0
-    live = setting.live()[0]
     for calls in pricer.alike(setting):
         call, count = calls[0], len(calls)
         block = pricer.trace.calls[call].block
-        decisions = pricer.decisions(block, setting.tp)
-        options = [pricer.option(call, d, setting, live) for d in decisions]
-        fastest = min(o.forward + o.backward for o in options)
-        total += count * fastest
-        slowest = max(slowest, fastest)
-        once += count * min(o.once for o in options)
-        static += count * min(o.static for o in options)
+        decisions = pricer.decisions(block, setting.tp, is_sequence_parallel=is_sequence_parallel)
+        least = pricer.least_option(call, decisions, setting)
+        total += count * least.forward
+        slowest = max(slowest, least.forward)
+        once += count * least.once
+        static += count * least.static
     unit = pricer.memory_unit
-    capacity = planner.cluster.capacity_bytes // unit
+    capacity = _most_bytes(planner, setting) // unit
     if static > capacity * setting.pp:
         need = static * unit // setting.pp
         return Refinement(
-            infeasible=f"parameters, gradients and optimizer state alone need "
-            f"{format_bytes(need)} a device"
+            infeasible=f"parameters and optimizer state alone need {format_bytes(need)} a device"
         )
     if setting.pp > 1:
-        least = min(pricer.trace.crossing_bytes)
-        seconds = transfer_s(least, setting, planner.workload, planner.cluster)
-        total += 2 * (setting.pp * setting.virtual_stages - 1) * int(seconds / TICK_S)
+        total += int(_borders_s(planner, setting, is_sequence_parallel) / TICK_S)
     step = _step(setting, total, max(slowest, total / setting.pp))
     return Refinement(bound=int(step * (1 - 1e-9)) + -(-once // setting.pp))
+
+
+def _borders_s(planner: Planner, setting: Setting, is_sliced: bool) -> float:
+    """Return seconds that all stages together pass at their borders with a micro-batch at least."""
+    pricer = planner.pricer(setting.microbatch_size)
+    crossing = pricer.trace.crossing_bytes
+    cut = 1 + crossing.index(min(crossing))
+    num_stages = setting.pp * setting.virtual_stages
+    sends = (pricer.sent_s(setting, cut, s, is_sliced) for s in range(num_stages - 1))
+    return 2 * (sum(sends) + num_stages * pricer.action_s(setting))
 
 
 def memory_bound(planner: Planner, setting: Setting) -> Refinement:
@@ -150,7 +183,12 @@ def memory_bound(planner: Planner, setting: Setting) -> Refinement:
         call, count = calls[0], len(calls)
         block = pricer.trace.calls[call].block
         points = []
-        for decision in pricer.decisions(block, setting.tp):
+        decisions = (
+            decision
+            for is_sliced in pricer.borders(setting.tp)
+            for decision in pricer.decisions(block, setting.tp, is_sequence_parallel=is_sliced)
+        )
+        for decision in decisions:
             option = pricer.option(call, decision, setting, setting.live()[-1])
             inputs = sum(pricer.base(block, decision, setting.tp).local.inputs.values())
             held = option.static + live * max(0, option.kept - -(-inputs // unit))

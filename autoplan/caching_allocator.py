@@ -2,8 +2,9 @@
 
 The rules are those of `c10/cuda/CUDACachingAllocator.cpp` with default options: sizes are rounded
 to 512 bytes, small and large tensors and every stream have pools of their own, the smallest free
-block that fits is taken and split, and freed neighbours join. Memory is never given back while the
-device has some left, so the reserved bytes only grow.
+block that fits is taken and split, and freed neighbours join. Memory is given back only where the
+device has none left: then what lies free in whole segments goes, and only if that is not enough
+the program fails.
 """
 
 from __future__ import annotations
@@ -75,14 +76,18 @@ class CachingAllocator:
     Args:
         is_expandable: segments grow (`expandable_segments:True`), one for each pool; otherwise
             every tensor that finds no free block gets a segment.
+        capacity_bytes: of the device, less what others take; None: any amount.
 
     Attributes:
         allocated, reserved: bytes now.
         peak_allocated, peak_reserved: most bytes so far.
+        is_exhausted: some tensor did not find room; it was made nevertheless.
     """
 
-    def __init__(self, *, is_expandable: bool = False) -> None:
+    def __init__(self, *, is_expandable: bool = False, capacity_bytes: int | None = None) -> None:
         self.is_expandable = is_expandable
+        self.capacity_bytes = capacity_bytes
+        self.is_exhausted = False
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self._next_address = 0
@@ -153,8 +158,24 @@ class CachingAllocator:
         return block
 
     def _reserve(self, nbytes: int) -> None:
+        if self.capacity_bytes is not None and self.reserved + nbytes > self.capacity_bytes:
+            self._release_cached()
+            self.is_exhausted |= self.reserved + nbytes > self.capacity_bytes
         self.reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def _release_cached(self) -> None:
+        """Give back what lies free: whole segments, or the ends of those that grow."""
+        for pool in self._pools.values():
+            for block in list(pool.blocks.values()):
+                is_whole = block.before is None and block.after is None
+                if is_whole or (self.is_expandable and block is pool.last):
+                    pool.remove(block)
+                    self.reserved -= block.size
+                    if block.before is not None:
+                        block.before.after = None
+                    if pool.last is block:
+                        pool.last = block.before
 
     def _split(self, block: Block, size: int) -> None:
         left = block.size - size

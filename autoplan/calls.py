@@ -19,7 +19,7 @@ from autoplan.program import BlockGraph
 from autoplan.recompute import KeepPlan, Nowhere, keep_plan, run_region
 from autoplan.stages import find_state
 
-__all__ = ["BoundCall", "bind_call", "install", "runs_again", "written_places"]
+__all__ = ["BoundCall", "bind_call", "install", "own_gradient", "runs_again", "written_places"]
 
 Localise = Callable[[torch.Tensor], torch.Tensor]
 
@@ -120,6 +120,8 @@ class BoundCall:
         for (holder, key), localise in zip(self._holders, self._localise, strict=True):
             state = holder[key]
             is_distributed = isinstance(state, DTensor)
+            if not is_distributed and state.requires_grad and state.is_leaf:
+                own_gradient(state)
             if localise is not None:
                 state = localise(state)
             elif is_distributed:
@@ -140,15 +142,24 @@ def bind_call(
     localise: Sequence[Localise | None],
     device: torch.device,
     autocast: torch.dtype | None = None,
+    compiler: str | None = None,
 ) -> BoundCall:
-    """Return a (lowered) block graph bound to the states `fqns` of a stage's root."""
+    """Return a (lowered) block graph bound to the states `fqns` of a stage's root.
+
+    A backend of `torch.compile` as `compiler` compiles what runs inside a recomputed region, not
+    the region: checkpointing then restores random state around it, which compiled code around a
+    checkpoint does not on every version.
+    """
     kept = None
     if mode == "selective":
         kept = keep_plan(graph.ops, keep, is_autocast=autocast is not None)
     compiled = compile_graph(graph, device, is_marked=kept is not None)
     cloned, changed = written_places(graph) if runs_again(mode) else ((), ())
+    function = compiled.function
+    if compiler is not None and kept is None:
+        function = torch.compile(function, backend=compiler, dynamic=False)
     return BoundCall(
-        compiled.function,
+        function,
         [find_state(root, fqn) for fqn in fqns],
         localise,
         mode=mode,
@@ -172,6 +183,26 @@ def written_places(graph: BlockGraph) -> tuple[tuple[int, ...], tuple[int, ...]]
     inputs = tuple(i for i, name in enumerate(graph.inputs) if name in written)
     states = tuple(i for i, state in enumerate(graph.states) if state.name in written)
     return inputs, states
+
+
+def own_gradient(parameter: torch.Tensor) -> None:
+    """Give a plain parameter a gradient whose memory no other gradient has, from now on.
+
+    Autograd takes the first gradient that it gets as it is if no other tensor object is it, be it a
+    view into the gradient of another parameter: `cat` of a class token with patches that is added
+    to positions gives the token a part of the positions' gradient. Adding micro-batches up, summing
+    over ranks and clipping, all in place, would then happen twice to it.
+    """
+    if not hasattr(parameter, _IS_OWNED):
+        setattr(parameter, _IS_OWNED, True)
+        parameter.register_hook(_own)  # type: ignore[no-untyped-call]
+
+
+_IS_OWNED = "_autoplan_owns_gradient"
+
+
+def _own(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.clone() if compat.shares_storage(gradient) else gradient
 
 
 class _OwnGradient(torch.autograd.Function):

@@ -11,7 +11,7 @@ import typer
 
 from autoplan import codec
 from autoplan.cluster import Cluster
-from autoplan.dry_run_result import DryRun
+from autoplan.dry_run_result import DryRun, LayoutNumerics, TwinRun
 from autoplan.plan import Plan
 from autoplan.planning_commands import torch_dtype
 
@@ -66,13 +66,17 @@ def verify(
         typer.Option(help="Rank of the dry run; repeatable. Default: the first of each stage."),
     ] = None,
     dry: Annotated[bool, typer.Option(help="Run ranks on fake tensors, measuring bytes.")] = True,
+    numerics: Annotated[
+        bool, typer.Option(help="Train a small twin on processes of this machine.")
+    ] = True,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write the result as JSON.")
     ] = None,
 ) -> None:
-    """Check a saved plan: the numbered rules, and a dry run of its ranks in this process.
+    """Check a saved plan: rules, layouts, a dry run of its ranks, and a small twin of its model.
 
-    Exit code 1 when a rule is broken, or a dry run holds over a tenth more than was predicted.
+    Exit code 1 when a rule is broken, a layout or the twin computes something else, or a dry run
+    holds over a tenth more than was predicted.
     """
     from autoplan.dry_runner import dry_run, representative_ranks
     from autoplan.models import load_model
@@ -85,16 +89,32 @@ def verify(
         typer.echo(violation)
     if not broken:
         typer.echo("every rule holds")
+    layouts = _checked_layouts(plan, loaded) if not broken and plan.mesh.tp > 1 else ()
+    for one in layouts:
+        typer.echo(f"layout {one.layout} of {one.block}: {_verdict(one)}")
     runs: tuple[DryRun, ...] = ()
     if dry and not broken:
         runs = dry_run(plan, loaded, rank or representative_ranks(plan))
         typer.echo(_dry_table(runs))
         if not target.is_cpu:
             typer.echo("measured on the CPU's operators; attention on a GPU may keep other tensors")
+    twins: tuple[TwinRun, ...] = ()
+    reason = ""
+    if numerics and not broken:
+        twins, reason = _twins(plan, loaded, model, seq)
+        typer.echo(_twin_text(twins, reason))
     over = [run for run in runs if target.is_cpu and run.error < -_TOLERANCE]
     for run in over:
         typer.echo(f"rank {run.rank} holds {-run.error:.0%} more than predicted")
-    result = VerifyResult(broken=broken, dry_runs=runs, is_sound=not broken and not over)
+    is_wrong = any(one.is_wrong for one in layouts) or not all(one.is_equal for one in twins)
+    result = VerifyResult(
+        broken=broken,
+        layouts=layouts,
+        dry_runs=runs,
+        twins=twins,
+        twins_left_out=reason,
+        is_sound=not broken and not over and not is_wrong,
+    )
     if json_file is not None:
         json_file.write_text(codec.dumps(result) + "\n")
     if not result.is_sound:
@@ -107,13 +127,70 @@ class VerifyResult:
 
     Attributes:
         broken: rules that the plan breaks.
+        layouts: tensor-parallel layouts, each run in this process beside its whole block.
         dry_runs: what ranks would hold; empty where rules are broken or it was left out.
+        twins: steps of a small twin beside the single device.
+        twins_left_out: why there is none; empty where there is, or was not asked for.
         is_sound: whether nothing speaks against the plan.
     """
 
     broken: tuple[str, ...]
+    layouts: tuple[LayoutNumerics, ...]
     dry_runs: tuple[DryRun, ...]
+    twins: tuple[TwinRun, ...]
+    twins_left_out: str
     is_sound: bool
+
+
+def _checked_layouts(plan: Plan, loaded: LoadedModel) -> tuple[LayoutNumerics, ...]:
+    from autoplan.emitter import captured_for
+    from autoplan.layout_numerics import check_plan_layouts
+
+    program = captured_for(plan, loaded.model, loaded.batch, loaded.loss_fn)
+    return check_plan_layouts(plan, program)
+
+
+def _twins(
+    plan: Plan, loaded: LoadedModel, model: str, seq: int | None
+) -> tuple[tuple[TwinRun, ...], str]:
+    """Return the runs of twins, or why there are none."""
+    from autoplan.errors import EmitError
+    from autoplan.twins import run_twins, shrink
+
+    try:
+        shrink(loaded)
+    except Exception as error:  # a model that cannot be made small is no fault of the plan
+        return (), f"{type(error).__name__}: {error}"
+    try:
+        return run_twins(plan, loaded, model, seq), ""
+    except EmitError as error:
+        failed = TwinRun(
+            mesh="not run",
+            loss_error=float("inf"),
+            gradient_error=float("inf"),
+            worst=str(error),
+            tolerance=0.0,
+        )
+        return (failed,), ""
+
+
+def _twin_text(twins: tuple[TwinRun, ...], reason: str) -> str:
+    from autoplan.report import table
+
+    if reason:
+        return f"no twin was trained: {reason}"
+    rows = [("small twin", "loss error", "gradient error", "of", "allowed")]
+    for run in twins:
+        errors = (f"{run.loss_error:.0e}", f"{run.gradient_error:.0e}")
+        rows.append((run.mesh, *errors, run.worst, f"{run.tolerance:.0e}"))
+    return table(rows)
+
+
+def _verdict(one: LayoutNumerics) -> str:
+    if one.error is None:
+        return one.reason
+    where = f", {one.reason}" if one.is_wrong else ""
+    return f"tp={one.degree} differs from the whole block by {one.error:.0e}{where}"
 
 
 def _broken_rules(plan: Plan, target: Cluster, loaded: LoadedModel) -> tuple[str, ...]:

@@ -7,50 +7,48 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from autoplan import codec
+from autoplan.meshes import HasDegrees, ranks_of_stage, stride_of
 from autoplan.nodes import NODES
 from autoplan.profiles.catalog import load_profile
 from autoplan.profiles.device import DeviceProfile
 from autoplan.profiles.link import LinkProfile
 from autoplan.units import format_bytes, parse_bytes
 
-__all__ = ["Cluster"]
+__all__ = ["Cluster", "NodeGroup"]
 
 _FORMS = (
     "write '4x8:a100_sxm_80gb' (nodes x GPUs per node : profile), '8:h100', '16:dgx_h100' (nodes : "
     "preset), or a YAML file"
 )
-_YAML_KEYS = (
-    "num_nodes",
-    "node",
-    "gpus_per_node",
-    "device",
-    "device_memory",
-    "reserve",
-    "intra",
-    "inter",
-)
-_LINK_KEYS = ("latency_s", "bytes_per_s", "setup_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGroup:
+    """Nodes of one type, with consecutive ranks."""
+
+    num_nodes: int
+    device: DeviceProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Equal devices in equal nodes.
+    """Nodes of equally many devices; equal devices unless there are `slower` ones.
 
     Attributes:
-        num_nodes: nodes, at least 1.
+        num_nodes: nodes, at least 1, slower ones included.
         gpus_per_node: devices in each node, at least 1.
-        device: the profile of every device.
+        device: the profile of every device, or of those of the first nodes.
         intra: link between two devices of a node.
         inter: link of one device to another node.
         device_memory_bytes: memory to plan with instead of the profile's; None: the profile's.
         reserve_bytes: reserve to plan with instead of the profile's; None: the profile's.
+        slower: the last nodes, where their devices are of other types, none faster than `device`.
+            Links are the same for all.
     """
 
     num_nodes: int
@@ -60,12 +58,20 @@ class Cluster:
     inter: LinkProfile
     device_memory_bytes: int | None = None
     reserve_bytes: int | None = None
+    slower: tuple[NodeGroup, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "gpus_per_node"):
             value = getattr(self, name)
             if value < 1:
                 raise ValueError(f"{name}: must be at least 1, got {value}")
+        if sum(group.num_nodes for group in self.slower) >= self.num_nodes:
+            raise ValueError(
+                f"slower nodes are {sum(g.num_nodes for g in self.slower)} of {self.num_nodes}: "
+                "at least one must be of the first type"
+            )
+        for group in self.slower:
+            _check_slower(group, self.device)
         if self.device_memory_bytes is not None and self.device_memory_bytes <= 0:
             raise ValueError(
                 f"device_memory_bytes: must be above 0, got {self.device_memory_bytes}"
@@ -94,10 +100,7 @@ class Cluster:
                 catalog or a path ending in `.json`; a PRESET is a kind of node of
                 `autoplan.nodes.NODES`.
 
-                Keys of the file: `num_nodes` (default 1), and `node` (a preset) or `gpus_per_node`
-                and `device` (PROFILE), and optionally `device_memory` and `reserve` (bytes, or text
-                such as `40GiB`), `intra` and `inter` (each `latency_s`, `bytes_per_s` and
-                optionally `setup_s`).
+                Keys of the file are those of `autoplan.cluster_files`.
 
         Raises:
             ValueError: if the text or a key of the file is wrong; says what is allowed.
@@ -105,10 +108,12 @@ class Cluster:
         """
         text = str(text)
         if text.endswith((".yaml", ".yml")):
-            return _from_yaml(Path(text))
+            from autoplan.cluster_files import read_cluster
+
+            return read_cluster(Path(text))
         preset = re.fullmatch(r"\s*(?:(\d+)\s*:)?\s*(\S+)\s*", text)
         if preset is not None and preset.group(2) in NODES:
-            return _of_nodes(preset.group(2), int(preset.group(1) or 1))
+            return cls.of_nodes(preset.group(2), int(preset.group(1) or 1))
         match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*:\s*(\S+)\s*", text)
         if match is None:
             raise ValueError(f"{text!r} is not a cluster: {_FORMS}")
@@ -146,6 +151,25 @@ class Cluster:
         )
 
     @classmethod
+    def of_nodes(cls, name: str, num_nodes: int) -> Cluster:
+        """Return so many nodes of a kind of `autoplan.nodes.NODES`."""
+        node = NODES[name]
+        device = load_profile(node.device)
+        inter = device.inter
+        if node.network_bytes_per_s is not None and inter is not None:
+            inter = LinkProfile.from_numbers(
+                name=f"{name} network",
+                level="inter",
+                latency_s=inter.latency_s,
+                setup_s=inter.setup_s,
+                bytes_per_s=node.network_bytes_per_s,
+                source=node.source,
+            )
+        return cls.from_device(
+            replace(device, inter=inter), num_nodes=num_nodes, gpus_per_node=node.gpus
+        )
+
+    @classmethod
     def from_json(cls, text: str) -> Cluster:
         """Return a cluster from the text of `to_json`.
 
@@ -159,7 +183,46 @@ class Cluster:
         return codec.dumps(self)
 
     def __str__(self) -> str:
-        return f"{self.num_nodes}x{self.gpus_per_node}:{self.device.name}"
+        return " + ".join(
+            f"{group.num_nodes}x{self.gpus_per_node}:{group.device.name}" for group in self.groups
+        )
+
+    @property
+    def groups(self) -> tuple[NodeGroup, ...]:
+        """Return the nodes by type, in the order of their ranks."""
+        first = self.num_nodes - sum(group.num_nodes for group in self.slower)
+        return (NodeGroup(num_nodes=first, device=self.device), *self.slower)
+
+    def on_stage(self, mesh: HasDegrees, stage: int) -> Cluster:
+        """Return the cluster as a pipeline stage sees it: as if all devices were of its type.
+
+        Raises:
+            ValueError: its ranks are of several types; says which degrees would do.
+        """
+        if not self.slower:
+            return self
+        found = self._types_of_stage(mesh, stage)
+        if len(found) > 1:
+            sizes = " + ".join(str(g.num_nodes * self.gpus_per_node) for g in self.groups)
+            raise ValueError(
+                f"stage {stage} of dp={mesh.dp} tp={mesh.tp} pp={mesh.pp} would lie on "
+                f"{' and '.join(self.groups[i].device.name for i in found)}: data and tensor "
+                f"parallel ranks must be alike, so dp * tp must divide each of {sizes} devices, "
+                "in the order tp-dp-pp"
+            )
+        return replace(self, device=self.groups[found[0]].device, slower=())
+
+    def on_slowest(self) -> Cluster:
+        """Return the cluster as if all its devices were of the last, slowest type."""
+        return replace(self, device=self.groups[-1].device, slower=())
+
+    def _types_of_stage(self, mesh: HasDegrees, stage: int) -> list[int]:
+        ends: list[int] = []
+        for group in self.groups:
+            before = ends[-1] if ends else 0
+            ends.append(before + group.num_nodes * self.gpus_per_node)
+        ranks = ranks_of_stage(stage, mesh)
+        return sorted({next(i for i, end in enumerate(ends) if rank < end) for rank in ranks})
 
     @property
     def world_size(self) -> int:
@@ -226,6 +289,47 @@ class Cluster:
             )
         return _link_for(self, degree, stride)
 
+    def link_between_stages(self, mesh: HasDegrees, stage: int | None = None) -> LinkProfile:
+        """Return the link that prices what a pipeline stage sends to the next.
+
+        Args:
+            mesh: degrees and the order of axes.
+            stage: that sends forward; None: the one with the longest way, if any has it.
+        """
+        stride = stride_of("pp", mesh)
+        if not _crosses(self.gpus_per_node, self.world_size, stride, mesh.pp, stage):
+            return self.intra
+        return _link_for(self, 2, self.gpus_per_node)
+
+
+@lru_cache(maxsize=4096)
+def _crosses(gpus: int, world: int, stride: int, pp: int, stage: int | None) -> bool:
+    """Return whether some rank of a stage (of any, if None) and its peer of the next lie apart.
+
+    The ranks `first` to `first + stride` of a stage send `stride` farther, over every border of
+    nodes up to `first + 2 * stride`.
+    """
+    width = stride * pp
+    stages = range(pp - 1) if stage is None else (stage,)
+    starts = range(0, min(world, math.lcm(width, gpus)), width)
+    return any(
+        (start + s * stride) // gpus != (start + (s + 2) * stride - 1) // gpus
+        for start in starts
+        for s in stages
+    )
+
+
+def _check_slower(group: NodeGroup, device: DeviceProfile) -> None:
+    if group.num_nodes < 1:
+        raise ValueError(f"slower.num_nodes: must be at least 1, got {group.num_nodes}")
+    shared = device.peak_flops_per_s.keys() & group.device.peak_flops_per_s.keys()
+    faster = [d for d in shared if group.device.peak_flops_per_s[d] > device.peak_flops_per_s[d]]
+    if not shared or len(faster) == len(shared):
+        raise ValueError(
+            f"{group.device.name} is faster than {device.name} or shares no dtype with it: name "
+            "the nodes with the fastest devices first, in `device`"
+        )
+
 
 def _existing(link: LinkProfile | None) -> LinkProfile:
     assert link is not None
@@ -244,6 +348,8 @@ def _link_for(cluster: Cluster, degree: int, stride: int) -> LinkProfile:
         num_crossings, ranks_per_node = 2, 1
     intra, inter = cluster.intra, cluster.inter
     hops_s = num_crossings * inter.latency_s + (degree - num_crossings) * intra.latency_s
+    depth_s = math.ceil(math.log2(num_crossings)) * inter.latency_s
+    depth_s += (math.ceil(degree / num_crossings) - 1) * intra.latency_s
     ring = inter.bytes_per_s
     if ranks_per_node > 1:
         ring = min(ranks_per_node * inter.bytes_per_s, intra.bytes_per_s)
@@ -252,123 +358,9 @@ def _link_for(cluster: Cluster, degree: int, stride: int) -> LinkProfile:
         inter,
         name=f"{inter.name}, {ranks_per_node} per node",
         latency_s=hops_s / degree,
+        tree_latency_s=depth_s,
+        ranks_per_node=ranks_per_node,
         ring_bytes_per_s=ring,
+        ring_limit_bytes_per_s=intra.bytes_per_s,
         origin_by_field={**inter.origin_by_field, "ring_bytes_per_s": origin},
     )
-
-
-def _from_yaml(path: Path) -> Cluster:
-    import yaml
-
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"cannot read the cluster file {path}: {error}") from None
-    if not isinstance(document, dict):
-        raise ValueError(f"{path}: must be a mapping with the keys {', '.join(_YAML_KEYS)}")
-    needed = ("node",) if "node" in document else ("gpus_per_node", "device")
-    _check_keys(str(path), document, _YAML_KEYS, needed)
-    num_nodes = _count(path, document, "num_nodes", 1)
-    gpus, device = _node_of(path, document)
-    links = {level: _link(path, document, level) for level in ("intra", "inter")}
-    try:
-        device = replace(
-            device, intra=links["intra"] or device.intra, inter=links["inter"] or device.inter
-        )
-        cluster = Cluster.from_device(device, num_nodes=num_nodes, gpus_per_node=gpus)
-        return replace(
-            cluster,
-            device_memory_bytes=_size(document, "device_memory"),
-            reserve_bytes=_size(document, "reserve"),
-        )
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def _node_of(path: Path, document: Mapping[str, Any]) -> tuple[int, DeviceProfile]:
-    """Return devices per node and their profile, from `node` or from the two keys themselves."""
-    if "node" in document:
-        name = document["node"]
-        if name not in NODES:
-            raise ValueError(f"{path}: node: must be one of {', '.join(NODES)}, got {name!r}")
-        if "device" in document:
-            raise ValueError(f"{path}: device: the node {name} has one already, leave it out")
-        preset = _of_nodes(name, 1)
-        return _count(path, document, "gpus_per_node", preset.gpus_per_node), replace(
-            preset.device, intra=preset.intra, inter=preset.inter
-        )
-    if not isinstance(document["device"], str):
-        raise ValueError(f"{path}: device: must be the name of a profile")
-    return _count(path, document, "gpus_per_node", 1), load_profile(document["device"])
-
-
-def _of_nodes(name: str, num_nodes: int) -> Cluster:
-    node = NODES[name]
-    device = load_profile(node.device)
-    inter = device.inter
-    if node.network_bytes_per_s is not None and inter is not None:
-        inter = LinkProfile.from_numbers(
-            name=f"{name} network",
-            level="inter",
-            latency_s=inter.latency_s,
-            setup_s=inter.setup_s,
-            bytes_per_s=node.network_bytes_per_s,
-            source=node.source,
-        )
-    return Cluster.from_device(
-        replace(device, inter=inter), num_nodes=num_nodes, gpus_per_node=node.gpus
-    )
-
-
-def _check_keys(
-    where: str, mapping: Mapping[Any, Any], allowed: tuple[str, ...], needed: tuple[str, ...]
-) -> None:
-    for key in mapping:
-        if key not in allowed:
-            raise ValueError(f"{where}: {key}: unknown key; allowed are {', '.join(allowed)}")
-    for key in needed:
-        if key not in mapping:
-            raise ValueError(f"{where}: {key}: missing key")
-
-
-def _count(path: Path, document: Mapping[str, Any], key: str, default: int) -> int:
-    value = document.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{path}: {key}: must be a whole number of at least 1, got {value!r}")
-    return value
-
-
-def _size(document: Mapping[str, Any], key: str) -> int | None:
-    value = document.get(key)
-    if value is None or value == 0:
-        return None if value is None else 0
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise ValueError(f"{key}: must be bytes or text such as 40GiB, got {value!r}")
-    try:
-        return parse_bytes(value)
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from None
-
-
-def _link(path: Path, document: Mapping[str, Any], level: str) -> LinkProfile | None:
-    if level not in document:
-        return None
-    mapping = document[level]
-    if not isinstance(mapping, dict):
-        raise ValueError(f"{path}: {level}: must be a mapping with {', '.join(_LINK_KEYS)}")
-    _check_keys(f"{path}: {level}", mapping, _LINK_KEYS, ("latency_s", "bytes_per_s"))
-    numbers = {}
-    for key, value in mapping.items():
-        try:
-            numbers[key] = float(value)  # YAML 1.1 reads 25e9 as text
-        except (TypeError, ValueError):
-            raise ValueError(f"{path}: {level}.{key}: must be a number, got {value!r}") from None
-    try:
-        return LinkProfile.from_numbers(
-            name=f"{level}-node link of {path.name}",
-            level="intra" if level == "intra" else "inter",
-            source=f"given in {path.name}",
-            **numbers,
-        )
-    except ValueError as error:
-        raise ValueError(f"{path}: {level}.{error}") from None

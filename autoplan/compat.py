@@ -1,7 +1,7 @@
 """Every private torch interface that the emitter uses, each probed when it is imported.
 
-Tried on torch 2.13; a version without one of these names fails here, at import, by name. What only
-the capture uses is left as it is where it is missing.
+Tried on torch 2.11 to 2.13; a version without one of these names fails here, at import, by name.
+What only the capture uses is left as it is where it is missing.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed._composable import replicate_with_fsdp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.tensor import placement_types
-from torch.nn.modules import transformer
 
 from autoplan.errors import EmitError
 
 __all__ = [
     "RingStage",
     "all_reduce_together",
-    "causality_as_told",
     "fake_processes",
+    "flatten_axes",
     "has_other_readers",
     "is_strided",
+    "memory_group",
     "on_sends",
     "pieces_of",
     "play",
@@ -54,33 +55,23 @@ _set_pg_timeout = _probe(distributed_c10d, "_set_pg_timeout")
 _all_reduce_coalesced = _probe(dist.ProcessGroup, "allreduce_coalesced")
 _strided_shard = _probe(placement_types, "_StridedShard")
 _replicate = _probe(replicate_with_fsdp, "replicate")
-_setup_forward_recv_info = _probe(PipelineStage, "_setup_forward_recv_info")
-_setup_backward_recv_info = _probe(PipelineStage, "_setup_backward_recv_info")
+_flatten = _probe(DeviceMesh, "_flatten")
+# The methods that make a stage's receive buffers: torch 2.12 and later, and 2.11.
+_IS_LATER = hasattr(PipelineStage, "_setup_forward_recv_info")
+_make_activations = _probe(
+    PipelineStage, "_setup_forward_recv_info" if _IS_LATER else "_prepare_forward_infra"
+)
+_make_gradients = _probe(
+    PipelineStage, "_setup_backward_recv_info" if _IS_LATER else "_prepare_backward_infra"
+)
 _Action = _probe(torch_schedules, "_Action")
 _ComputationType = _probe(torch_schedules, "_ComputationType")
 _batch_p2p = _probe(torch_schedules, "_batch_p2p")
 
 
-@contextlib.contextmanager
-def causality_as_told() -> Iterator[None]:
-    """Let `nn.Transformer` take a mask as it is instead of reading whether it is causal.
-
-    That is a hint with which the same result may come from a faster kernel; without `is_causal=`
-    it is found by comparing the values of the mask, which an export does not have.
-    """
-    name = "_detect_is_causal_mask"
-    stock: Any = getattr(transformer, name, None)
-
-    def told(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-        return is_causal is True
-
-    if stock is not None:
-        setattr(transformer, name, told)
-    try:
-        yield
-    finally:
-        if stock is not None:
-            setattr(transformer, name, stock)
+def flatten_axes(mesh: DeviceMesh, name: str) -> None:
+    """Make several axes of a mesh also one, of that name."""
+    _flatten(mesh, name)
 
 
 def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
@@ -127,17 +118,102 @@ def has_other_readers(tensor: torch.Tensor) -> bool:
     As torch's own accumulation of gradients decides it; a version that cannot tell says True.
     """
     count = getattr(tensor, "_use_count", None)
-    if count is None or tensor.nbytes < tensor.untyped_storage().nbytes():
+    if count is None or shares_storage(tensor):
         return True
     return bool(count() > 1)
+
+
+def shares_storage(tensor: torch.Tensor) -> bool:
+    """Return whether another tensor may lie in the storage of `tensor`, in part or whole.
+
+    A version that cannot tell says True.
+    """
+    storage = tensor.untyped_storage()
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None or tensor.nbytes < storage.nbytes():
+        return True
+    return bool(count(storage._cdata) > 2)  # the tensor itself, and `storage` here
+
+
+_Group: Any = dist.ProcessGroup  # the signatures of its methods differ between versions
+_Work: Any = dist.Work
+
+
+class _MemoryGroup(_Group):  # type: ignore[misc]
+    """A group of threads of this process; collectives take what `exchange` hands over."""
+
+    def __init__(self, rank: int, size: int, exchange: Callable[[int, Any], list[Any]]) -> None:
+        super().__init__(rank, size)
+        self._own, self._count, self._exchange = rank, size, exchange
+
+    def size(self) -> int:
+        return self._count
+
+    def rank(self) -> int:
+        return self._own
+
+    def getBackendName(self) -> str:
+        return "memory"
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
+        every = self._exchange(self._own, [x.clone() for x in tensors])
+        is_max = options is not None and options.reduceOp == dist.ReduceOp.MAX
+        for index, tensor in enumerate(tensors):
+            stacked = torch.stack([given[index] for given in every])
+            tensor.copy_(stacked.amax(0) if is_max else stacked.sum(0))
+        return _Done()
+
+    def _allgather_base(
+        self, output: torch.Tensor, given: torch.Tensor, options: Any = None
+    ) -> Any:
+        output.copy_(torch.cat(self._exchange(self._own, given.clone())).view_as(output))
+        return _Done()
+
+    def _reduce_scatter_base(
+        self, output: torch.Tensor, given: torch.Tensor, options: Any = None
+    ) -> Any:
+        total = torch.stack(self._exchange(self._own, given.clone())).sum(0)
+        output.copy_(total.chunk(self._count)[self._own].view_as(output))
+        return _Done()
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        output_sizes: Any,
+        input_sizes: Any,
+        options: Any = None,
+    ) -> Any:
+        every = self._exchange(self._own, given.clone())
+        output.copy_(torch.cat([x.chunk(self._count)[self._own] for x in every]).view_as(output))
+        return _Done()
+
+    # torch 2.13 has other names for these.
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
+    all_to_all_single = alltoall_base
+
+
+class _Done(_Work):  # type: ignore[misc]
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+def memory_group(
+    rank: int, size: int, exchange: Callable[[int, Any], list[Any]]
+) -> dist.ProcessGroup:
+    """Return the process group of a thread; `exchange(rank, value)` returns all ranks' values."""
+    return _MemoryGroup(rank, size, exchange)
 
 
 @contextlib.contextmanager
 def fake_processes(world_size: int, rank: int) -> Iterator[None]:
     """Make this process rank `rank` of a group whose collectives send nothing.
 
-    Torch's pipelines vote over point-to-point messages in their first step, which is left out.
+    Torch's pipelines vote over point-to-point messages in their first step, which is left out, and
+    FSDP cuts each parameter for every rank of the group, of which only this rank's part is made.
     """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     patched: dict[str, Any] = {"_get_init_p2p_neighbors_ops": lambda self: []}
@@ -147,12 +223,32 @@ def fake_processes(world_size: int, rank: int) -> Iterator[None]:
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     for name in before:
         setattr(PipelineStage, name, patched[name])
+    chunking = "_chunk_with_empty"
+    chunks = getattr(_fsdp_param, chunking, None)
+    if chunks is not None:
+        setattr(_fsdp_param, chunking, _Chunks)
     try:
         yield
     finally:
+        if chunks is not None:
+            setattr(_fsdp_param, chunking, chunks)
         for name, method in before.items():
             setattr(PipelineStage, name, method)
         dist.destroy_process_group()
+
+
+class _Chunks:
+    """The chunks of a tensor for every rank, each made when it is asked for."""
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._size = -(-tensor.shape[dim] // num_chunks)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        start, whole = index * self._size, self._tensor.shape[self._dim]
+        if start >= whole:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(self._size, whole - start))
 
 
 class _One:
@@ -185,15 +281,18 @@ class RingStage(PipelineStage):
         self._activations = activations
         self._gradients = gradients
 
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+    def _make_ring(self, num_microbatches: int, *rest: Any) -> Any:
+        """Make the receive buffers of activations."""
         ring = _ring(self._activations, num_microbatches)
-        _setup_forward_recv_info(self, ring, has_backward)
+        made = _make_activations(self, ring, *rest)
         for chunk in range(ring, num_microbatches):
             self.args_recv_info[chunk] = self.args_recv_info[chunk % ring]
+        return made
 
-    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+    def _make_gradient_ring(self, num_microbatches: int) -> None:
+        """Make the receive buffers of gradients."""
         ring = _ring(self._gradients, num_microbatches)
-        _setup_backward_recv_info(self, ring)
+        _make_gradients(self, ring)
         self.chunks = num_microbatches
         for chunk in range(ring, num_microbatches):
             self.grad_recv_info[chunk] = self.grad_recv_info[chunk % ring]
@@ -202,6 +301,13 @@ class RingStage(PipelineStage):
 def _ring(size: int | None, num_microbatches: int) -> int:
     # The first stage receives no activations and the last no gradients, but both look for them.
     return num_microbatches if size is None else max(1, min(size, num_microbatches))
+
+
+for _method, _make in (
+    (_make_activations, RingStage._make_ring),
+    (_make_gradients, RingStage._make_gradient_ring),
+):
+    setattr(RingStage, _method.__name__, _make)
 
 
 def play(schedule: Any, steps: Sequence[tuple[int, str, int | None]]) -> None:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from autoplan.cluster import Cluster
 from autoplan.frontiers import Decision, Frontiers
 from autoplan.fusion import fused_kernels, joined
 from autoplan.graph import Trace
 from autoplan.inner_recompute import folded
-from autoplan.liveness import BlockMemory, block_memory, redone_ops
+from autoplan.liveness import BlockMemory, block_memory, needed_marks, redone_ops
 from autoplan.local import LocalBlock, LocalOp, localize
-from autoplan.losses import with_loss
+from autoplan.losses import logits_bytes, with_loss
 from autoplan.memory import (
     GroupBytes,
     PartBytes,
@@ -28,17 +29,22 @@ from autoplan.memory import (
     uses_fsdp,
 )
 from autoplan.offload import away_s, host_optimizer_s
+from autoplan.plan import Recompute
 from autoplan.search.problem import BlockOption
 from autoplan.settings import Setting, Workload, shared_states
 from autoplan.step_costs import (
     copy_bytes,
+    data_parallel_link,
     data_parallel_times,
     exposed_s,
+    interference,
+    is_wrapped,
     optimizer_bytes,
     pipeline_step_s,
     regathers,
     transfer_s,
 )
+from autoplan.tensor_layout import boundary_of
 from autoplan.times import OpTime, Tally, Timer, overlaps_communication
 
 __all__ = ["BlockPrice", "PlanPrice", "Pricer"]
@@ -46,16 +52,18 @@ __all__ = ["BlockPrice", "PlanPrice", "Pricer"]
 TICK_S = 1e-9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _BlockBase:
     """What a decision costs by itself at a tensor-parallel degree.
 
     `away_s`: of copying what is saved to the host in the forward, or back in the backward.
+
+    Its memory is walked when it is first asked for: a bound of the time does not need it.
     """
 
     local: LocalBlock
-    memory: BlockMemory
-    accumulating: BlockMemory
+    views: tuple[LocalBlock, LocalBlock]
+    recompute: Recompute
     compute_forward_s: float
     compute_backward_s: float
     comm_forward_s: float
@@ -66,6 +74,8 @@ class _BlockBase:
     weight_backward_s: float
     deferred_bytes: int
     away_s: float
+    host_forward_s: float = 0.0
+    host_backward_s: float = 0.0
 
     @property
     def forward_s(self) -> float:
@@ -76,6 +86,16 @@ class _BlockBase:
     def backward_s(self) -> float:
         """Return seconds of its backward, what runs again included, without them likewise."""
         return self.compute_backward_s + self.comm_backward_s + self.redo_s + self.away_s
+
+    @cached_property
+    def memory(self) -> BlockMemory:
+        """Return the bytes of a step's first micro-batch."""
+        return block_memory(self.views[0], self.recompute)
+
+    @cached_property
+    def accumulating(self) -> BlockMemory:
+        """Return the bytes of a later micro-batch."""
+        return block_memory(self.views[1], self.recompute, accumulating=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,32 +153,37 @@ class Pricer:
     tally: Tally = field(default_factory=Tally)
     frontiers: Frontiers = field(default_factory=Frontiers)
     _plain: dict[tuple[int, int, bool], Decision] = field(default_factory=dict)
-    _decisions: dict[tuple[int, int], tuple[Decision, ...]] = field(default_factory=dict)
+    _decisions: dict[tuple[int, int, bool], tuple[Decision, ...]] = field(default_factory=dict)
     _bases: dict[tuple[int, int, object], _BlockBase] = field(default_factory=dict)
-    _fastest_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    _fastest_s: dict[tuple[int, int, bool], float] = field(default_factory=dict)
     _timers: dict[tuple[int, bool], Timer] = field(default_factory=dict)
     _shared: dict[int, frozenset[str]] | None = None
     _options: dict[tuple[object, ...], BlockOption] = field(default_factory=dict)
     _held: list[frozenset[str]] | None = None
+    _by_device: dict[str, Pricer] = field(default_factory=dict)
 
-    def decisions(self, block: int, tp: int) -> tuple[Decision, ...]:
+    def decisions(
+        self, block: int, tp: int, *, is_sequence_parallel: bool = False
+    ) -> tuple[Decision, ...]:
         """Return the frontier of a block class at a tensor-parallel degree, fastest first.
 
-        The lean layout of the simple strategies is among them. With a `reference` pricer they are
-        its frontier, priced here at this micro-batch size.
+        With `is_sequence_parallel` activations cross its borders as slices of tokens; without, the
+        lean layout of the simple strategies is among them. With a `reference` pricer they are its
+        frontier, priced here at this micro-batch size.
         """
         if self.reference is not None:
-            return self.reference.decisions(block, tp)
-        key = (block, tp)
+            return self.reference.decisions(block, tp, is_sequence_parallel=is_sequence_parallel)
+        key = (block, tp, is_sequence_parallel)
         if key not in self._decisions:
             found = self.frontiers.decisions(
                 self.trace.blocks[block],
                 self.timer(tp),
                 whole=self.whole_states(block),
                 recompute=self.recompute,
+                is_sequence_parallel=is_sequence_parallel,
                 offloads="activations" in self.workload.offload,
             )
-            if tp > 1 and self.recompute in (None, "none"):
+            if not is_sequence_parallel and tp > 1 and self.recompute in (None, "none"):
                 lean = self.plain_decision(block, tp, lean=True)
                 if all(lean.key != d.key for d in found):
                     found += (lean,)
@@ -176,14 +201,26 @@ class Pricer:
             )
         return self._plain[key]
 
-    def fastest_s(self, block: int, tp: int) -> float:
+    def fastest_s(self, block: int, tp: int, *, is_sequence_parallel: bool = False) -> float:
         """Return seconds below which no decision of a class is at this micro-batch size."""
-        key = (block, tp)
+        key = (block, tp, is_sequence_parallel)
         if key not in self._fastest_s:
             self._fastest_s[key] = self.frontiers.fastest_s(
-                self.trace.blocks[block], self.timer(tp), whole=self.whole_states(block)
+                self.trace.blocks[block],
+                self.timer(tp),
+                whole=self.whole_states(block),
+                is_sequence_parallel=is_sequence_parallel,
             )
         return self._fastest_s[key]
+
+    def borders(self, tp: int) -> tuple[bool, ...]:
+        """Return whether activations may cross borders of blocks whole, or as slices of tokens."""
+        can_slice = tp > 1 and any(
+            boundary_of(value, tp, True) != "R"
+            for block in self.trace.blocks
+            for value in block.inputs
+        )
+        return (False, True) if can_slice else (False,)
 
     def whole_states(self, block: int) -> frozenset[str]:
         """Return the states of a block class that several calls share."""
@@ -220,42 +257,65 @@ class Pricer:
         times = self._op_times(local, tp)
         states = {state.name for state in local.block.states}
         summed = [times[op.name] for op in local.ops if op.op is None and op.inputs[0] in states]
+        host = self.cluster.device.host
+        is_redone = decision.recompute.mode in ("full", "selective")
         redone = [times[op.name] for op in redone_ops(local, decision.recompute)]
         redone += [times[name] for name in decision.inner if decision.recompute.mode == "none"]
-        kept, accumulating = self.memory_views(local, decision)
+        kept, accumulating, recompute = self.memory_views(local, decision)
         return _BlockBase(
             local=local,
-            memory=block_memory(kept, decision.recompute),
-            accumulating=block_memory(accumulating, decision.recompute, accumulating=True),
+            views=(kept, accumulating),
+            recompute=recompute,
             compute_forward_s=sum(t.forward_s for t in times.values()),
             compute_backward_s=sum(t.backward_s for t in times.values()),
             comm_forward_s=sum(t.forward_comm_s for t in times.values()),
             comm_backward_s=sum(t.backward_comm_s for t in times.values())
             - sum(t.backward_comm_s for t in summed),
             summed_s=sum(t.backward_comm_s for t in summed),
-            redo_s=sum(t.forward_s + t.forward_comm_s for t in redone),
+            redo_s=sum(t.forward_s + t.forward_comm_s for t in redone)
+            + is_redone * self._region_s(local, decision),
             redo_comm_s=sum(t.forward_comm_s for t in redone),
             deferred_bytes=sum(op.value_bytes for op in local.ops if op.parameter_grads),
+            host_forward_s=len(local.ops) * host.op_forward,
+            host_backward_s=sum(bool(op.grads or op.parameter_grads) for op in local.ops)
+            * host.op_backward
+            + len(redone) * host.op_forward
+            + is_redone * host.region,
             weight_backward_s=sum(
                 times[op.name].backward_s / 2 for op in local.ops if _has_weight_gradient(op)
             ),
             away_s=away_s(local, self.cluster) if decision.recompute.mode == "offload" else 0.0,
         )
 
-    def memory_views(self, local: LocalBlock, decision: Decision) -> tuple[LocalBlock, LocalBlock]:
-        """Return a block as its tensors live: in a step's first micro-batch, and in later ones."""
-        engine = self.workload.engine
+    def _region_s(self, local: LocalBlock, decision: Decision) -> float:
+        """Return seconds of the host around a recomputed region, where kernels run on the host."""
+        host = self.timer(local.degree).host
+        runs = 2 if decision.recompute.mode == "selective" else 0
+        return host.region + runs * len(local.ops) * host.marked_op
+
+    def memory_views(
+        self, local: LocalBlock, decision: Decision
+    ) -> tuple[LocalBlock, LocalBlock, Recompute]:
+        """Return a block as its tensors live under the engine, and what its marks really keep.
+
+        The first is of a step's first micro-batch, the second of later ones.
+        """
+        engine, recompute = self.workload.engine, decision.recompute
         kept = with_loss(folded(local, decision.inner), engine.loss)
         if self.workload.is_compiled and not local.block.is_glue:
             kept = joined(kept)
+            recompute = needed_marks(kept, recompute)
         is_fused = engine.has_gradient_buffer and engine.fuses_gradients and not local.block.is_glue
-        return kept, _without_gradients(kept) if is_fused else kept
+        return kept, _without_gradients(kept) if is_fused else kept, recompute
 
     def _op_times(self, local: LocalBlock, tp: int) -> dict[str, OpTime]:
         """Return the seconds of each op; a joint kernel counts with its first."""
         timer = self.timer(tp, is_glue=local.block.is_glue)
         times = {op.name: timer.op_time(op) for op in local.ops}
-        for kernel in fused_kernels(local) if self.workload.is_compiled else ():
+        is_compiled = self.workload.is_compiled and (
+            self.workload.engine.compiles_glue or not local.block.is_glue
+        )
+        for kernel in fused_kernels(local) if is_compiled else ():
             if len(kernel.ops) > 1:
                 times |= dict.fromkeys(kernel.ops, OpTime(forward_s=0.0, backward_s=0.0))
                 times[kernel.ops[0]] = OpTime(
@@ -277,7 +337,7 @@ class Pricer:
         local = self.base(block, decision, setting.tp).local
         ratio = self.workload.parameter_bytes_per_traced_byte
         canonical = {fqn: group[0] for group in self.trace.shared for fqn in group}
-        stored = trained = gathered = grads = largest = 0
+        stored = trained = gathered = grads = largest = tensors = 0
         states = self.trace.blocks[block].states
         for state, fqn in zip(states, self.trace.calls[call].states, strict=True):
             name = canonical.get(fqn, fqn)
@@ -294,12 +354,14 @@ class Pricer:
             if state.is_trained:
                 trained += nbytes * ratio
                 grads += nbytes
+                tensors += 1
         return GroupBytes(
             stored=stored,
             trained=trained,
             gathered=gathered,
             gathered_grads=grads,
             largest=largest,
+            trained_tensors=tensors,
         )
 
     def own_group(self, call: int, decision: Decision, setting: Setting) -> GroupBytes:
@@ -329,14 +391,17 @@ class Pricer:
         copy_f, copy_b, copy_once = self._copy_times(group, setting, is_gathered_again)
         once_zero_s = comm.once_gather_s + comm.once_reduce_s
         if self.overlaps(setting):
-            exposed_f = exposed_s(comm.gather_s, forward)
-            exposed_b = exposed_s(again_s, backward)
+            slowed = interference(data_parallel_link(setting, self.cluster))
+            exposed_f = exposed_s(comm.gather_s, forward, slowed)
+            exposed_b = exposed_s(again_s, backward, slowed)
             if self.workload.engine.overlaps_reduction:
-                once_zero_s = exposed_s(comm.once_gather_s, forward)
-                once_zero_s += exposed_s(comm.once_reduce_s, backward)
+                once_zero_s = exposed_s(comm.once_gather_s, forward, slowed)
+                once_zero_s += exposed_s(comm.once_reduce_s, backward, slowed)
         else:
             exposed_f, exposed_b = comm.gather_s, again_s
         exposed_f, exposed_b = exposed_f + copy_f, exposed_b + copy_b
+        host_f, host_b = self.host_seconds(base, group, setting)
+        forward, backward = forward + host_f, backward + host_b
         once_zero_s += copy_once
         optimizer_s = self._optimizer_time(group, setting)
         return BlockPrice(
@@ -344,7 +409,7 @@ class Pricer:
             backward_s=backward + exposed_b,
             once_s=once_zero_s + optimizer_s + summed_s,
             by_category={
-                "compute": base.compute_forward_s + base.compute_backward_s,
+                "compute": base.compute_forward_s + base.compute_backward_s + host_f + host_b,
                 "recompute": base.redo_s,
                 **({"offload": 2 * base.away_s} if base.away_s else {}),
                 "tensor_parallel": tensor_s,
@@ -360,14 +425,39 @@ class Pricer:
     def _copy_times(
         self, group: GroupBytes, setting: Setting, is_gathered_again: bool
     ) -> tuple[float, float, float]:
-        """Return seconds of copies around collectives: forward, backward, once a step."""
-        timer = self.timer(setting.tp)
-        gather, reduce = map(timer.memory_s, copy_bytes(group, setting, self.workload))
+        """Return seconds around collectives: forward, backward, once a step."""
+        gather, reduce = self._around_collectives(group, setting)
         if setting.zero_stage == 3:
             return gather, gather * is_gathered_again + reduce, 0.0
         if setting.zero_stage == 2:
             return 0.0, reduce, gather
         return 0.0, 0.0, gather + reduce
+
+    def _around_collectives(self, group: GroupBytes, setting: Setting) -> tuple[float, float]:
+        """Return seconds of copies and of the host around one gather and one reduction."""
+        timer = self.timer(setting.tp)
+        gather, reduce = map(timer.memory_s, copy_bytes(group, setting, self.workload))
+        if is_wrapped(group, setting, self.workload):
+            gather, reduce = gather + timer.host.gather, reduce + timer.host.reduce
+        return gather, reduce
+
+    def host_seconds(
+        self, base: _BlockBase, group: GroupBytes, setting: Setting
+    ) -> tuple[float, float]:
+        """Return seconds that the host adds to a block's forward and to its backward.
+
+        Hooks of FSDP, where kernels run on the host; ops have theirs in their own times. A host
+        beside the device adds what it takes longer than the device: a step that is bound by
+        launches lasts as long as they do.
+        """
+        hooks_s = is_wrapped(group, setting, self.workload) * self.cluster.device.host.sharded_block
+        if not overlaps_communication(self.cluster):
+            return hooks_s / 2, hooks_s / 2
+        forward_s, backward_s = (
+            base.host_forward_s + hooks_s / 2,
+            base.host_backward_s + hooks_s / 2,
+        )
+        return max(0.0, forward_s - base.forward_s), max(0.0, backward_s - base.backward_s)
 
     def zero_seconds(self, group: GroupBytes, setting: Setting) -> tuple[float, float]:
         """Return seconds of one gather of a group's parameters and one reduction of its gradients.
@@ -376,11 +466,10 @@ class Pricer:
         reduce-scatter.
         """
         comm = data_parallel_times(group, setting, self.workload, self.cluster)
-        gather, reduce = copy_bytes(group, setting, self.workload)
-        timer = self.timer(setting.tp)
+        gather, reduce = self._around_collectives(group, setting)
         return (
-            comm.gather_s + comm.once_gather_s + timer.memory_s(gather),
-            comm.reduce_s + comm.once_reduce_s + timer.memory_s(reduce),
+            comm.gather_s + comm.once_gather_s + gather,
+            comm.reduce_s + comm.once_reduce_s + reduce,
         )
 
     def overlaps(self, setting: Setting) -> bool:
@@ -396,7 +485,11 @@ class Pricer:
         traffic = optimizer_bytes(group, setting, self.workload)
         if traffic == 0:
             return 0.0
-        device_s = self.tally.add(self.cluster.device.optimizer_time_s(traffic))
+        device = self.cluster.device
+        kernels_s = self.tally.add(device.optimizer_time_s(traffic))
+        launches_s = group.trained_tensors * device.host.optimizer_tensor
+        is_beside = overlaps_communication(self.cluster)
+        device_s = max(kernels_s, launches_s) if is_beside else kernels_s + launches_s
         # Kernels are launched by the same host: a step there is never faster than their launches.
         is_offloaded = setting.offload != "none"
         return max(device_s, host_optimizer_s(traffic, self.cluster)) if is_offloaded else device_s
@@ -546,6 +639,31 @@ class Pricer:
             working=-(-working // unit),
         )
 
+    def least_option(
+        self, call: int, decisions: Sequence[Decision], setting: Setting
+    ) -> BlockOption:
+        """Return an option that no decision beats in time, once and static memory.
+
+        Nothing of it needs a walk of what the decisions keep, so it is cheap.
+        """
+        shared = self._shared_before(call) if setting.pp == 1 else frozenset()
+        time, once, static = [], [], []
+        for decision in decisions:
+            price = self.price(call, decision, setting)
+            group = self.group(call, decision, setting, set(shared))
+            held = static_bytes(group, setting, self.workload.optimizer)
+            time.append(_ticks(price.forward_s) + _ticks(price.backward_s))
+            once.append(_ticks(price.once_s))
+            static.append(held.parameters + held.optimizer)
+        return BlockOption(
+            forward=min(time),
+            backward=0,
+            once=min(once),
+            kept=0,
+            static=min(static) // self.memory_unit,
+            working=0,
+        )
+
     def alike(self, setting: Setting) -> list[list[int]]:
         """Return the calls of each kind that `option` tells apart."""
         kinds: dict[tuple[object, ...], list[int]] = {}
@@ -572,10 +690,62 @@ class Pricer:
         """Return the bytes of one unit of memory in the search: about 2**-20 of the capacity."""
         return max(1, self.cluster.capacity_bytes >> 20)
 
-    def boundary_s(self, setting: Setting, cut: int, *, is_sliced: bool = False) -> float:
-        """Return the seconds of sending one micro-batch's activations over a cut, one way."""
+    def boundary_s(
+        self, setting: Setting, cut: int, *, stage: int | None = None, is_sliced: bool = False
+    ) -> float:
+        """Return the seconds of sending one micro-batch's activations over a cut, one way.
+
+        Args:
+            setting: degrees and their order.
+            cut: index of the first call after it.
+            stage: before it; None: whichever is farthest from the next.
+            is_sliced: as in `transfer_s`.
+        """
         nbytes = self.trace.crossing_bytes[cut - 1]
-        return transfer_s(nbytes, setting, self.workload, self.cluster, is_sliced=is_sliced)
+        return transfer_s(
+            nbytes, setting, self.workload, self.cluster, stage=stage, is_sliced=is_sliced
+        )
+
+    def on_stage(self, setting: Setting, stage: int) -> Pricer:
+        """Return the pricer of a stage's own type of device; this one where all are alike.
+
+        Ranks of a stage on several types wait for the slowest.
+        """
+        if not self.cluster.slower:
+            return self
+        try:
+            own = self.cluster.on_stage(setting, stage)
+        except ValueError:
+            own = self.cluster.on_slowest()
+        if own.device.name not in self._by_device:
+            self._by_device[own.device.name] = Pricer(
+                trace=self.trace,
+                cluster=own,
+                workload=self.workload,
+                recompute=self.recompute,
+                tally=self.tally,
+                frontiers=self.frontiers,
+            )
+        return self._by_device[own.device.name]
+
+    def slowness(self, setting: Setting, stage: int) -> float:
+        """Return how many times longer a stage's type takes for all blocks than the first type."""
+        own = self.on_stage(setting, stage)
+        if own.cluster.device is self.cluster.device:
+            return 1.0
+        calls = [
+            (call, self.plain_decision(trace_call.block, setting.tp))
+            for call, trace_call in enumerate(self.trace.calls)
+        ]
+        own_s, first_s = (
+            sum(p.forward_s + p.backward_s for p in (x.price(c, d, setting) for c, d in calls))
+            for x in (own, self)
+        )
+        return max(1.0, own_s / first_s)
+
+    def action_s(self, setting: Setting) -> float:
+        """Return seconds of the host in a forward or a backward of a pipeline stage, ops apart."""
+        return self.timer(setting.tp).host.pipeline_action if setting.pp > 1 else 0.0
 
     def plan_price(
         self, setting: Setting, ends: Sequence[int], decisions: Sequence[Decision]
@@ -599,14 +769,15 @@ class Pricer:
         m = setting.num_microbatches
         slowest: tuple[float, dict[str, float]] = (-1.0, {})
         for rank in range(setting.pp):
+            device = self.on_stage(setting, rank)
             own = range(rank, len(spans), setting.pp)
             calls = [call for stage in own for call in spans[stage]]
-            prices = [self.price(c, decisions[c], setting) for c in calls]
+            prices = [device.price(c, decisions[c], setting) for c in calls]
             transfer = 0.0
             for stage in own:
                 sent_s = self._stage_transfer_s(setting, stage, spans, decisions)
                 transfer += sent_s
-                each = (self.price(c, decisions[c], setting) for c in spans[stage])
+                each = (device.price(c, decisions[c], setting) for c in spans[stage])
                 stage_s[stage] = sum(p.forward_s + p.backward_s for p in each) + sent_s
             seconds = sum(p.forward_s + p.backward_s for p in prices) + transfer
             rank_s.append(seconds)
@@ -615,16 +786,19 @@ class Pricer:
             by_category = _summed(p.by_category for p in prices)
             if seconds > slowest[0]:
                 slowest = (seconds, {**by_category, "pipeline": transfer})
-            memories.append(self._rank_memory(setting, rank, spans, decisions))
+            memories.append(device._rank_memory(setting, rank, spans, decisions))
         by_stage = stage_s if setting.virtual_stages > 1 else ()
         pipeline_s = pipeline_step_s(rank_s, setting, weights_s, by_stage)
         step = pipeline_s + max(once)
         for name, seconds in slowest[1].items():
             totals[name] = totals.get(name, 0.0) + m * seconds
         totals["pipeline"] += pipeline_s - m * max(rank_s)
-        last = range(once.index(max(once)), len(spans), setting.pp)
+        index = once.index(max(once))
+        last = self.on_stage(setting, index)
         parts = _summed(
-            self.price(c, decisions[c], setting).once_by_category for s in last for c in spans[s]
+            last.price(c, decisions[c], setting).once_by_category
+            for s in range(index, len(spans), setting.pp)
+            for c in spans[s]
         )
         for name, seconds in parts.items():
             totals[name] += seconds
@@ -651,14 +825,20 @@ class Pricer:
         spans: Sequence[range],
         decisions: Sequence[Decision],
     ) -> float:
-        """Return seconds of what a stage sends and receives for one micro-batch."""
+        """Return seconds of one micro-batch at the borders of a stage: transfers and the host."""
         is_sliced = decisions[spans[stage][0]].is_sequence_parallel
         seconds = 0.0
         if stage > 0:
-            seconds += self.boundary_s(setting, spans[stage][0], is_sliced=is_sliced)
+            seconds += self.sent_s(setting, spans[stage][0], stage - 1, is_sliced)
         if stage < len(spans) - 1:
-            seconds += self.boundary_s(setting, spans[stage + 1][0], is_sliced=is_sliced)
-        return seconds
+            seconds += self.sent_s(setting, spans[stage + 1][0], stage, is_sliced)
+        return seconds + 2 * self.action_s(setting)
+
+    def sent_s(self, setting: Setting, cut: int, stage: int, is_sliced: bool) -> float:
+        """Return the seconds of sending what a stage hands on; the last rank sends to the first."""
+        rank = stage % setting.pp
+        sender = rank if rank < setting.pp - 1 else None
+        return self.boundary_s(setting, cut, stage=sender, is_sliced=is_sliced)
 
     def _rank_memory(
         self, setting: Setting, rank: int, spans: Sequence[range], decisions: Sequence[Decision]
@@ -680,7 +860,7 @@ class Pricer:
             is_mixed=self.workload.mixed_precision != "none",
             is_gloo=not overlaps_communication(self.cluster),
             input_bytes=self.batch_bytes(setting),
-            stand_in_bytes=self.stand_in_bytes(every, decisions, setting.tp),
+            standing_bytes=self.standing_bytes(every, decisions, setting.tp),
             parts=parts,
             reserve=self.cluster.reserved_bytes,
             engine=self.workload.engine,
@@ -693,7 +873,14 @@ class Pricer:
         spans: Sequence[range],
         decisions: Sequence[Decision],
     ) -> PartBytes:
-        """Return what a stage holds beside its blocks; `spans` are the calls of every stage."""
+        """Return what a stage holds beside its blocks.
+
+        Args:
+            setting: degrees.
+            stage: its index.
+            spans: the calls of every stage.
+            decisions: one per call of this stage.
+        """
         calls = spans[stage]
         crossing = self.trace.crossing_bytes
         entering = crossing[calls[0] - 1] if stage > 0 else 0
@@ -707,10 +894,22 @@ class Pricer:
             leaving=leaving,
         )
 
-    def stand_in_bytes(self, calls: Sequence[int], decisions: Sequence[Decision], tp: int) -> int:
-        """Return bytes of the tensors that stand for weight gradients, one for each shape."""
-        if not self.workload.engine.keeps_stand_ins:
-            return 0
+    def standing_bytes(self, calls: Sequence[int], decisions: Sequence[Decision], tp: int) -> int:
+        """Return bytes that an engine holds beside a step's tensors, for as long as it trains.
+
+        Tensors that stand for weight gradients, one for each shape, and logits in the buffers of a
+        pipeline engine.
+        """
+        engine, last = self.workload.engine, calls[-1]
+        nbytes = 0
+        if engine.output_buffers:
+            local = self.base(self.trace.calls[last].block, decisions[last], tp).local
+            nbytes = engine.output_buffers * logits_bytes(local)
+        if engine.keeps_stand_ins:
+            nbytes += self._stand_in_bytes(calls, decisions, tp)
+        return nbytes
+
+    def _stand_in_bytes(self, calls: Sequence[int], decisions: Sequence[Decision], tp: int) -> int:
         sizes: dict[tuple[object, ...], int] = {}
         for block, decision in {
             (self.trace.calls[c].block, decisions[c].key): (self.trace.calls[c].block, decisions[c])
@@ -721,7 +920,7 @@ class Pricer:
                 continue
             products = {n for op in local.ops if op.op and op.op.kind == "gemm" for n in op.inputs}
             for state in local.block.states:
-                if state.name in products and state.is_trained:
+                if state.name in products and state.is_trained and len(state.shape) > 1:
                     nbytes = local.state_bytes[state.name]
                     sizes[(state.shape, local.state_placements[state.name])] = nbytes
         return sum(sizes.values())

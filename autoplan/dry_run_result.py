@@ -1,10 +1,10 @@
-"""What a dry run of a rank found; no torch."""
+"""What checks of a plan found; no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DryRun"]
+__all__ = ["DryRun", "LayoutNumerics", "TwinRun"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +14,7 @@ class DryRun:
     Attributes:
         rank: of the plan's processes.
         stage: pipeline stage of the rank.
-        measured_bytes: most bytes of tensors alive in two steps of the dry run.
+        measured_bytes: most bytes of tensors alive in a step of the dry run.
         predicted_bytes: the plan's peak of this stage, without its reserve.
     """
 
@@ -27,3 +27,48 @@ class DryRun:
     def error(self) -> float:
         """Return predicted over measured, less one."""
         return self.predicted_bytes / self.measured_bytes - 1 if self.measured_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutNumerics:
+    """How a layout of a block class compares with the whole block.
+
+    Attributes:
+        block: name of the class.
+        layout: name of the layout in the plan.
+        degree: tensor-parallel ranks.
+        error: largest difference over the largest entry, of outputs and gradients; None: not run.
+        reason: why it was not run, or which tensor differs; empty where it is right.
+        is_wrong: it was run, and differs.
+    """
+
+    block: str
+    layout: str
+    degree: int
+    error: float | None
+    reason: str
+    is_wrong: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwinRun:
+    """How a step of a small twin under the plan's decisions compares with a single device's.
+
+    Attributes:
+        mesh: degrees of the twin's processes.
+        loss_error: relative.
+        gradient_error: of the worst gradient, relative to its largest entry.
+        worst: its parameter.
+        tolerance: of both; larger where the model casts to a smaller dtype inside.
+    """
+
+    mesh: str
+    loss_error: float
+    gradient_error: float
+    worst: str
+    tolerance: float
+
+    @property
+    def is_equal(self) -> bool:
+        """Return whether the twin computes what the single device does."""
+        return self.loss_error <= self.tolerance and self.gradient_error <= self.tolerance

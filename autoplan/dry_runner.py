@@ -8,6 +8,7 @@ workspaces, the allocator and the communicators are not in it, nor is the plan's
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,26 +19,27 @@ from autoplan import compat
 from autoplan.batches import BatchDims, microbatch_like
 from autoplan.dry_run_result import DryRun
 from autoplan.emitter import captured_for, emit_stage
+from autoplan.meshes import stage_of_rank, stride_of
 from autoplan.meter import StorageMeter
 from autoplan.models import LoadedModel
 from autoplan.opaque import empty_copy
 from autoplan.plan import Plan
 from autoplan.program import Program
+from autoplan.runtime import ParallelModule
 from autoplan.training import make_optimizer
 
 __all__ = ["dry_run", "representative_ranks"]
 
-_STEPS = 2
 _TIMEOUT_S = 60.0
 
 
 def representative_ranks(plan: Plan) -> tuple[int, ...]:
     """Return the first rank of every stage."""
-    return tuple(stage * plan.mesh.dp * plan.mesh.tp for stage in range(plan.mesh.pp))
+    return tuple(stage * stride_of("pp", plan.mesh) for stage in range(plan.mesh.pp))
 
 
 def dry_run(plan: Plan, loaded: LoadedModel, ranks: Sequence[int]) -> tuple[DryRun, ...]:
-    """Run two steps of each rank, one after the other.
+    """Run a step of each rank, one after the other.
 
     Args:
         plan: what to run; it may be for thousands of processes.
@@ -55,13 +57,10 @@ def dry_run(plan: Plan, loaded: LoadedModel, ranks: Sequence[int]) -> tuple[DryR
     program = captured_for(plan, loaded.model, loaded.batch, loaded.loss_fn)
     found = []
     for rank in ranks:
-        stage = rank // (plan.mesh.dp * plan.mesh.tp)
+        stage = stage_of_rank(rank, plan.mesh)
         with compat.fake_processes(world_size, rank):
             measured = _measure(plan, program, loaded)
-        parts = plan.predicted.memory_by_category[stage]
-        predicted = plan.predicted.peak_memory_bytes[stage] - parts.get("reserve", 0)
-        if plan.predicted.host_bytes:  # a dry run has one memory for both
-            predicted += plan.predicted.host_bytes[stage]
+        predicted = plan.predicted.tensor_peak_bytes(stage)
         found.append(
             DryRun(rank=rank, stage=stage, measured_bytes=measured, predicted_bytes=predicted)
         )
@@ -69,25 +68,64 @@ def dry_run(plan: Plan, loaded: LoadedModel, ranks: Sequence[int]) -> tuple[DryR
 
 
 def _measure(plan: Plan, program: Program, loaded: LoadedModel) -> int:
-    """Return the peak of two steps on this rank of the fake group."""
+    """Return the peak of a step on this rank of the fake group, with the optimizer's state."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         model = empty_copy(loaded.model, "cpu")
+    short = _shortened(plan)
     # Outside of the mode, which would make meshes of fake numbers; fake parameters stay fake.
-    module = emit_stage(plan, program, model, torch.device("cpu"), _TIMEOUT_S)
+    module = emit_stage(short, program, model, torch.device("cpu"), _TIMEOUT_S)
     del model
     optimizer = make_optimizer(plan.optimizer, module.parameters())
-    dims = program.batch_dims
+    dims = BatchDims(program.batch_dims)
+    rows = plan.microbatch_size * plan.num_microbatches
     with mode:
-        batch = microbatch_like(loaded.batch, plan.global_batch_size, BatchDims(dims))
-        batch = pytree.tree_map(_on_cpu, batch)
+        _make_states(module, optimizer)
+        share = microbatch_like(loaded.batch, rows, dims)
+        share = pytree.tree_map(_on_cpu, share)
+        batch = _first_rows(share, short.microbatch_size * short.num_microbatches, dims)
         with StorageMeter() as meter:
-            meter.baseline(module, optimizer)
-            for _ in range(_STEPS):
-                module.train_step(module.shard_batch(batch))
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+            meter.baseline(module, optimizer, tensors=_tensors(share))
+            module.train_step(batch)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
     return meter.peak_bytes
+
+
+def _shortened(plan: Plan) -> Plan:
+    """Return a plan of fewer micro-batches with the same peaks.
+
+    Without a pipeline the second micro-batch, which adds to gradients, is like all later ones;
+    1F1B repeats itself once every stage has warmed up. GPipe holds all micro-batches at once.
+    """
+    most = {"none": 2, "1f1b": plan.mesh.pp + 2}.get(plan.schedule, plan.num_microbatches)
+    count = min(plan.num_microbatches, most)
+    rows = plan.mesh.dp * count * plan.microbatch_size
+    return replace(plan, num_microbatches=count, global_batch_size=rows)
+
+
+def _make_states(module: ParallelModule, optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer make its state, by a step with empty gradients."""
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+
+
+def _first_rows(batch: Any, rows: int, dims: BatchDims) -> Any:
+    told = iter(dims)
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or (dim := next(told)) is None:
+            return leaf
+        return leaf.narrow(dim, 0, rows)
+
+    return pytree.tree_map(cut, batch)
 
 
 def _on_cpu(leaf: Any) -> Any:

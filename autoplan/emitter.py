@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan import compat
 from autoplan.autocast import dtype_of
@@ -22,12 +22,14 @@ from autoplan.backends import Backend
 from autoplan.batches import BatchDims
 from autoplan.calls import BoundCall, bind_call, install
 from autoplan.capturer import capture, meta_copy
+from autoplan.device_meshes import make_device_mesh, sharding_mesh
 from autoplan.entries import Entry, leaving
 from autoplan.errors import EmitError, PlanError
 from autoplan.evaluation import Evaluator, RankEvaluator
 from autoplan.executor import compile_graph
 from autoplan.layout_check import check_layouts
 from autoplan.matching import explain_mismatch
+from autoplan.meshes import ranks_of_stage
 from autoplan.microbatches import PipelinePart, pipeline_runner
 from autoplan.plan import Plan
 from autoplan.processes import agree, ensure_process_group, seed_ranks
@@ -63,6 +65,7 @@ def parallelize(
     *,
     device: torch.device | str | None = None,
     timeout_s: float = 120.0,
+    compile: str | None = None,
 ) -> ParallelModule:
     """Return this rank's part of `model` under `plan`; every rank of the plan calls it.
 
@@ -76,18 +79,32 @@ def parallelize(
         loss_fn: as it was given to the planner.
         device: where to run; None takes this process's GPU, or the CPU where there is none.
         timeout_s: how long a collective may wait before it raises.
+        compile: backend of `torch.compile` for the blocks, `inductor` or `aot_eager`; None does not
+            compile. Blocks that keep results of chosen ops, and what stands between blocks, are not
+            compiled.
 
     Raises:
+        ValueError: another backend, or tensor parallelism beside it.
         PlanError: the plan belongs to another model or world size. It is raised on every rank.
         EmitError: the plan cannot be run with this model or this torch.
     """
+    _check_compile(plan, compile)
     place = ensure_process_group(device, timeout_s)
     _check_world(plan)
     program, problem = _recapture(plan, model, batch, loss_fn)
     agree(problem)
     assert program is not None, "no program without a problem"
     skeleton = meta_copy(model)
-    module = emit_stage(plan, program, model, place, timeout_s, skeleton=skeleton, loss_fn=loss_fn)
+    module = emit_stage(
+        plan,
+        program,
+        model,
+        place,
+        timeout_s,
+        skeleton=skeleton,
+        loss_fn=loss_fn,
+        compiler=compile,
+    )
     seed_ranks(plan.mesh)
     return module
 
@@ -101,6 +118,7 @@ def emit_stage(
     *,
     skeleton: nn.Module | None = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
+    compiler: str | None = None,
 ) -> ParallelModule:
     """Return this rank's part of a captured model; the process group has the plan's size.
 
@@ -111,8 +129,26 @@ def emit_stage(
     backend: Backend = "cuda" if device.type == "cuda" else "cpu"
     program = replace(program, metas=true_metas(program, backend))
     mesh = _mesh(plan, device, timeout_s)
-    emission = _Emission(plan, program, model, device, mesh, timeout_s, skeleton, loss_fn)
+    emission = _Emission(plan, program, model, device, mesh, timeout_s, skeleton, loss_fn, compiler)
     return emission.build()
+
+
+_COMPILERS = ("inductor", "aot_eager")
+
+
+def _check_compile(plan: Plan, compiler: str | None) -> None:
+    if compiler is None:
+        return
+    if compiler not in _COMPILERS:
+        raise ValueError(
+            f"compile={compiler!r}; allowed are {', '.join(_COMPILERS)}: other backends, such as "
+            "eager, do not restore random state where dropout is recomputed"
+        )
+    if plan.mesh.tp > 1:
+        raise ValueError(
+            f"compile={compiler!r} beside tp={plan.mesh.tp}: the collectives inside a block would "
+            "break its graph; leave compile out, or plan with tp=1"
+        )
 
 
 def _check_world(plan: Plan) -> None:
@@ -166,11 +202,10 @@ def captured_for(
 def _mesh(plan: Plan, device: torch.device, timeout_s: float) -> DeviceMesh | None:
     if not dist.is_initialized():
         return None
-    sizes = (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp)
-    names = ("pp", "dp", "tp")
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
-    for name in names:
-        compat.set_timeout(mesh.get_group(name), timeout_s)
+    mesh = make_device_mesh(plan.mesh, plan.mesh.dp_replicate, device.type)
+    split = ("dp_replicate", "dp_shard") if plan.mesh.dp_replicate > 1 else ()
+    for name in ("pp", "dp", "tp", *split):
+        compat.set_timeout(mesh[name].get_group(), timeout_s)
     return mesh
 
 
@@ -186,6 +221,7 @@ class _Emission:
     timeout_s: float
     skeleton: nn.Module | None = None
     loss_fn: Callable[..., torch.Tensor] | None = None
+    compiler: str | None = None
 
     def build(self) -> ParallelModule:
         """Return the module: stage, tensor parallelism, recompute, ZeRO, pipeline in turn."""
@@ -221,7 +257,7 @@ class _Emission:
         """Return a stage of this rank, and the text of what it runs."""
         program = self.program
         root = build_root(self.model, root_contents(self.model, program, stage), self.device)
-        group = self.mesh.get_group("dp") if self.mesh is not None else None
+        group = self.mesh["dp"].get_group() if self.mesh is not None else None
         means = self._means(stage, root, group)
         calls = self._bind_calls(stage, root, means)
         buffers = StepBuffers.of(root, changed_states(program, stage), group)
@@ -265,7 +301,7 @@ class _Emission:
         )
 
     def _rank(self, name: str) -> int:
-        return self.mesh.get_local_rank(name) if self.mesh is not None else 0
+        return self.mesh[name].get_local_rank() if self.mesh is not None else 0
 
     @property
     def _is_mixed(self) -> bool:
@@ -294,6 +330,7 @@ class _Emission:
                 localise=local[block.call].localise,
                 device=self.device,
                 autocast=program.autocast,
+                compiler=self.compiler if call.fqn else None,
             )
             if call.fqn:
                 install(root.get_submodule(call.fqn), block.call, calls[block.call])
@@ -335,7 +372,8 @@ class _Emission:
         side = self._side_values(stage, root)
         modules = {i: root.get_submodule(c.fqn) for i in calls if (c := program.calls[i]).fqn}
         computes_loss = program.loss in stage.outputs
-        metas = crossing_metas(program, stage.outputs, self._compute_dtype)
+        slices = self.plan.slices
+        metas = crossing_metas(program, stage.outputs, self._compute_dtype, slices=slices)
         is_split = self.plan.schedule == "zero_bubble"
 
         def call(index: int, *inputs: Any) -> Any:
@@ -370,7 +408,7 @@ class _Emission:
             root,
             [root.get_submodule(fqn) for fqn in fqns],
             zero_stage=self.plan.zero_stage,
-            mesh=self.mesh["dp"],
+            mesh=sharding_mesh(self.mesh, self.plan.mesh.dp_replicate),
             is_mixed=self._is_mixed,
             is_pipeline=self.plan.mesh.pp > 1,
             offload=self.plan.offload,
@@ -387,15 +425,15 @@ class _Emission:
         if self.plan.mesh.pp == 1:
             return lambda count: holder[0].run_microbatches(count)
         assert self.mesh is not None, "a pipeline has a mesh"
-        program, dtype = self.program, self._compute_dtype
+        program, dtype, slices = self.program, self._compute_dtype, self.plan.slices
         is_wrapped = self.plan.mesh.dp > 1 or self._is_mixed or self.plan.offload != "none"
         return pipeline_runner(
             [
                 PipelinePart(
                     root=part.root,
                     index=stage.index,
-                    inputs=crossing_metas(program, stage.inputs, dtype),
-                    outputs=crossing_metas(program, stage.outputs, dtype),
+                    inputs=crossing_metas(program, stage.inputs, dtype, slices=slices),
+                    outputs=crossing_metas(program, stage.outputs, dtype, slices=slices),
                 )
                 for stage, part in zip(stages, parts, strict=True)
             ],
@@ -433,13 +471,14 @@ class _Emission:
                 for fqn in set(self.program.calls[index].states) & parameters:
                     owners.setdefault(self.program.aliases[fqn], set()).add(part.index % pp)
         ties = []
-        dp, tp, own = self.plan.mesh.dp, self.plan.mesh.tp, self._rank("pp")
+        own = self._rank("pp")
+        ranks = [ranks_of_stage(rank, self.plan.mesh) for rank in range(pp)]
         for first, on in sorted(owners.items()):
             if len(on) < 2 or first not in trained:
                 continue
-            for offset in range(dp * tp):
-                group = dist.new_group([p * dp * tp + offset for p in sorted(on)])
-                if own in on and dist.get_rank() % (dp * tp) == offset:
+            for peers in zip(*(ranks[p] for p in sorted(on)), strict=True):
+                group = dist.new_group(list(peers))
+                if dist.get_rank() in peers:
                     assert isinstance(group, dist.ProcessGroup), "this rank is in the group"
                     compat.set_timeout(group, self.timeout_s)
                     ties.append(Tie(fqn=first, group=group, is_counted=own == min(on)))

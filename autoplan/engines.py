@@ -11,7 +11,7 @@ from typing import Literal
 
 __all__ = ["AUTOPLAN", "ENGINES", "MEGATRON", "Engine", "LossKind", "engine_named"]
 
-LossKind = Literal["torch", "in_place", "dtensor", "compiled"]
+LossKind = Literal["torch", "in_place", "cloned", "dtensor", "compiled"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,9 @@ class Engine:
             and every backward adds to it; the parameters lie whole in the dtype of the computation
             and float32 copies belong to the optimizer. Otherwise as FSDP2 holds them.
         is_gradient_wide: gradients are kept and reduced in the dtype of stored parameters (float32)
-            where the computation is in another one; otherwise in that of the computation.
+            where the computation is in another one; otherwise in that of the computation, and the
+            optimizer steps on a copy in the stored dtype (Megatron-LM,
+            `_copy_model_grads_to_main_grads`).
         overlaps_reduction: reductions of gradients run beside the backward.
         regathers_sequence: a column-parallel product under sequence parallelism keeps the slice of
             its input and gathers it again in backward (Korthikanti et al. 2022, section 4.2.2).
@@ -41,6 +43,14 @@ class Engine:
         keeps_stand_ins: where they do, autograd still wants a gradient, and gets one tensor for all
             weights of a shape, which stays (Transformer Engine, `get_dummy_wgrad`).
         loss: implementation of the cross entropy, see `autoplan.losses`.
+        is_flat: parameters and a rank's share of copies and states each lie in one tensor, but
+            gradients do not (DeepSpeed; copies around collectives: `autoplan.flat_partitions`).
+        output_buffers: logits of so many micro-batches stay on the last stage (DeepSpeed's
+            `PipelineEngine`, `num_pipe_buffers`, at least 2).
+        keeps_last_gathered: parameters of the last block stay gathered from forward to backward
+            under ZeRO-3 (torchtitan, `apply_fsdp`).
+        compiles_glue: where a model is compiled, so are embedding, head and loss; torchtitan
+            compiles each block alone, and later the loss.
     """
 
     name: str
@@ -56,6 +66,10 @@ class Engine:
     fuses_gradients: bool = True
     keeps_stand_ins: bool = False
     loss: LossKind = "torch"
+    is_flat: bool = False
+    output_buffers: int = 0
+    keeps_last_gathered: bool = False
+    compiles_glue: bool = True
 
 
 AUTOPLAN = Engine(name="autoplan")
@@ -76,15 +90,26 @@ MEGATRON = Engine(
 
 _FSDP1 = replace(AUTOPLAN, name="fsdp1", copies_gathered=False, divides_reduced=True)
 
+_TORCHTITAN = replace(
+    AUTOPLAN,
+    name="torchtitan",
+    loss="dtensor",
+    keeps_last_gathered=True,
+    compiles_glue=False,
+)
 _MEGATRON_TE = replace(MEGATRON, name="megatron-te", keeps_stand_ins=True)
+_MEGATRON_FP16 = replace(
+    MEGATRON, name="megatron-fp16", is_gradient_wide=False, fuses_gradients=False
+)
 
 ENGINES = {
     "autoplan": AUTOPLAN,
-    # torch's own FSDP2 and tensor parallelism, loss and model compiled apart or together.
-    "fsdp2": replace(AUTOPLAN, name="fsdp2", loss="dtensor"),
-    "fsdp2-compiled-loss": replace(AUTOPLAN, name="fsdp2-compiled-loss", loss="compiled"),
     "fsdp1": _FSDP1,
     "fsdp1-bf16": replace(_FSDP1, name="fsdp1-bf16", is_gradient_wide=False),
+    "torchtitan": _TORCHTITAN,
+    "torchtitan-compiled-loss": replace(
+        _TORCHTITAN, name="torchtitan-compiled-loss", loss="compiled", compiles_glue=True
+    ),
     "megatron": MEGATRON,
     "megatron-overlap": replace(MEGATRON, name="megatron-overlap", overlaps_reduction=True),
     # Transformer Engine's modules, and with `--no-gradient-accumulation-fusion`.
@@ -95,8 +120,22 @@ ENGINES = {
     "megatron-unfused-overlap": replace(
         MEGATRON, name="megatron-unfused-overlap", overlaps_reduction=True, fuses_gradients=False
     ),
-    # fp16 training before gradient buffers in float32, and DeepSpeed's ZeRO-1 in fp16.
-    "megatron-fp16": replace(MEGATRON, name="megatron-fp16", is_gradient_wide=False),
+    # fp16 training before gradient buffers in float32.
+    "megatron-fp16": _MEGATRON_FP16,
+    # DeepSpeed's pipeline engine and ZeRO-1 around Megatron-LM's layers.
+    "megatron-deepspeed": replace(
+        _MEGATRON_FP16, name="megatron-deepspeed", is_flat=True, loss="cloned", output_buffers=2
+    ),
+    # InternEvo's HybridZeroOptimizer: parameters, gradients and their reduction in 16 bits.
+    "internevo": replace(
+        _MEGATRON_FP16,
+        name="internevo",
+        overlaps_reduction=True,
+        regathers_sequence=False,
+        copies_reduced=True,
+        sends_slices=False,
+        loss="torch",
+    ),
 }
 
 

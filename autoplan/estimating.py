@@ -17,11 +17,13 @@ from autoplan.errors import PlanError
 from autoplan.frontiers import Decision
 from autoplan.graph import BlockTrace, Trace
 from autoplan.inner_recompute import attention_core
+from autoplan.meshes import AxisOrder
 from autoplan.plan import Plan, Recompute, SearchRecord
 from autoplan.planner import Planner, make_planner
+from autoplan.replay import Reserved
 from autoplan.reserved import reserved_memory
 from autoplan.schedules import schedule_actions, unrunnable_split
-from autoplan.settings import Setting
+from autoplan.settings import Setting, check_pins
 from autoplan.simple import simple_decisions
 from autoplan.stage_ends import even_block_ends, even_stage_ends, is_runnable
 from autoplan.tensor_layout import megatron_axes
@@ -44,7 +46,7 @@ class Estimate:
         memory_by_category: per stage, at the instant of its peak.
         time_by_category: seconds of a step by category.
         capacity_bytes: what a device may use.
-        fits: every stage is within it.
+        fits: every stage is within it; where an allocator was asked for, also what it wastes.
         reserved_memory_bytes: per stage, what the caching allocator of torch holds at most for the
             tensors, context and communicators excluded; None where no allocator was asked for.
         written: the plan, or None where autoplan prices the configuration but does not emit it.
@@ -106,9 +108,11 @@ def estimate(
     pp: int = 1,
     zero_stage: int = 0,
     microbatch_size: int = 1,
-    recompute: str | RecomputeRule = "none",
+    recompute: str | RecomputeRule | Sequence[str] = "none",
     schedule: str = "1f1b",
     virtual_stages: int = 1,
+    dp_replicate: int = 1,
+    axis_order: AxisOrder = "tp-dp-pp",
     stage_ends: Sequence[int] | Literal["blocks"] | None = None,
     tensor_layout: str = "fastest",
     sequence_parallel: bool = False,
@@ -128,10 +132,13 @@ def estimate(
         dp, tp, pp: degrees; dp defaults to what the cluster leaves.
         zero_stage: 0 to 3; without data parallelism nothing is sharded.
         microbatch_size: rows.
-        recompute: `none`; `full` for every block; `attention`: its core alone runs again; or a
-            function that says for a block what it keeps.
+        recompute: `none`; `full` for every block; `attention`: its core alone runs again; a
+            function that says for a block what it keeps; or several of these words, which the
+            repeated blocks take in turn, as `("full", "none")` for every second block.
         schedule: `1f1b`, `gpipe`, `interleaved` or `zero_bubble`, where pp > 1.
         virtual_stages: stages of each rank; above 1 makes `1f1b` interleaved.
+        dp_replicate, axis_order: replicas of what ZeRO shards, and how ranks are numbered; see
+            `autoplan.plan.Mesh`.
         stage_ends: per stage, pp * virtual_stages of them, the index after its last block of the
             chain; `blocks`: repeated blocks
             in equal numbers, what comes before on the first stage and after on the last; default:
@@ -189,8 +196,12 @@ def estimate(
         microbatch_size=microbatch_size,
         schedule=schedule,
         virtual_stages=virtual_stages,
+        is_own=not planner.workload.engine.has_gradient_buffer,
         offload=offload,
     )
+    setting = _placed(setting, dp_replicate, axis_order)
+    clusters = [planner.cluster.on_stage(setting, stage) for stage in range(pp)]
+    totals = tuple(cluster.total_bytes for cluster in clusters)
     trace = planner.trace(microbatch_size)
     ends = _ends(trace, stage_ends, pp, virtual_stages)
     is_ruled = tensor_layout == "megatron" and tp > 1
@@ -198,9 +209,10 @@ def estimate(
         decisions = _ruled_decisions(trace, setting, sequence_parallel)
     else:
         decisions = simple_decisions(planner, setting, "none")
+    rules = _rules(trace, recompute)
     decisions = [
-        _with_recompute(trace.blocks[call.block], decision, recompute)
-        for call, decision in zip(trace.calls, decisions, strict=True)
+        _with_recompute(trace.blocks[call.block], decision, rule)
+        for call, decision, rule in zip(trace.calls, decisions, rules, strict=True)
     ]
     unrunnable = unrunnable_split(
         setting.schedule,
@@ -212,20 +224,19 @@ def estimate(
         planner.workload.engine == AUTOPLAN
         and unrunnable is None
         and not is_ruled
-        and recompute != "attention"
+        and "attention" not in rules
         and product_dtype is None
         and not is_compiled
         and (pp == 1 or is_runnable(trace, ends))
     )
     pricer = planner.pricer(microbatch_size)
-    reserved = None
+    reserved: tuple[Reserved, ...] = ()
     if allocator is not None:
-        found = reserved_memory(
+        reserved = reserved_memory(
             pricer, setting, ends, decisions, is_expandable=allocator == "expandable"
         )
-        reserved = tuple(stage.reserved for stage in found)
     if not is_emitted or traces is not None:
-        return _priced(planner, pricer.plan_price(setting, ends, decisions), reserved)
+        return _priced(pricer.plan_price(setting, ends, decisions), totals, reserved)
     record = SearchRecord(status="priced", objective_s=0.0, bound_s=0.0, gap=0.0, wall_time_s=0.0)
     plan = planner.write(setting, ends, decisions, record)
     predicted = plan.predicted
@@ -235,21 +246,34 @@ def estimate(
         memory_by_category=predicted.memory_by_category,
         time_by_category=predicted.time_by_category,
         capacity_bytes=predicted.capacity_bytes,
-        fits=max(predicted.peak_memory_bytes) <= predicted.capacity_bytes,
+        fits=_fits(predicted.peak_memory_bytes, totals) and all(s.fits for s in reserved),
         written=plan,
-        reserved_memory_bytes=reserved,
+        reserved_memory_bytes=tuple(stage.reserved for stage in reserved) or None,
     )
 
 
+def _placed(setting: Setting, dp_replicate: int, axis_order: AxisOrder) -> Setting:
+    """Return a setting with its replicas and its order of axes."""
+    check_pins({"dp_replicate": dp_replicate, "axis_order": axis_order})
+    is_sharded = setting.zero_stage > 0 and dp_replicate < setting.dp
+    if dp_replicate > 1 and (setting.dp % dp_replicate or not is_sharded):
+        raise ValueError(
+            f"dp_replicate={dp_replicate} must divide dp={setting.dp}, be below it, and have a "
+            f"zero_stage above 0 (it is {setting.zero_stage}): replicas are of what ZeRO shards"
+        )
+    return replace(setting, dp_replicate=dp_replicate, axis_order=axis_order)
+
+
 def _check_choices(
-    recompute: str | RecomputeRule,
+    recompute: str | RecomputeRule | Sequence[str],
     zero_stage: int,
     tensor_layout: str,
     sequence_parallel: bool,
     product_dtype: str | None,
     tp: int,
 ) -> None:
-    if isinstance(recompute, str) and recompute not in _RECOMPUTE:
+    words = () if callable(recompute) else _words(recompute)
+    if not callable(recompute) and not (words and set(words) <= set(_RECOMPUTE)):
         raise ValueError(
             f"recompute={recompute!r}; estimate takes none, full, attention or a function of a "
             "block that returns a Recompute"
@@ -310,6 +334,24 @@ def _ruled_decisions(trace: Trace, setting: Setting, sequence_parallel: bool) ->
     return [by_block[call.block] for call in trace.calls]
 
 
+def _words(recompute: str | Sequence[str]) -> tuple[str, ...]:
+    return (recompute,) if isinstance(recompute, str) else tuple(recompute)
+
+
+def _rules(
+    trace: Trace, recompute: str | RecomputeRule | Sequence[str]
+) -> list[str | RecomputeRule]:
+    """Return the rule of each call; repeated blocks take several in turn."""
+    turns = (recompute,) if callable(recompute) else _words(recompute)
+    found: list[str | RecomputeRule] = []
+    count = 0
+    for call in trace.calls:
+        is_glue = trace.blocks[call.block].is_glue
+        found.append("none" if is_glue else turns[count % len(turns)])
+        count += not is_glue
+    return found
+
+
 def _with_recompute(
     block: BlockTrace, decision: Decision, recompute: str | RecomputeRule
 ) -> Decision:
@@ -323,18 +365,21 @@ def _with_recompute(
     return replace(decision, recompute=recompute(block))
 
 
-def _priced(planner: Planner, price: PlanPrice, reserved: tuple[int, ...] | None) -> Estimate:
+def _fits(peaks: Sequence[int], totals: Sequence[int]) -> bool:
+    return all(peak <= total for peak, total in zip(peaks, totals, strict=True))
+
+
+def _priced(price: PlanPrice, totals: tuple[int, ...], reserved: tuple[Reserved, ...]) -> Estimate:
     peaks = tuple(stage.peak for stage in price.memory)
-    capacity = planner.cluster.total_bytes
     return Estimate(
         step_time_s=price.step_time_s,
         peak_memory_bytes=peaks,
         memory_by_category=tuple(stage.by_category for stage in price.memory),
         time_by_category=price.time_by_category,
-        capacity_bytes=capacity,
-        fits=max(peaks) <= capacity,
+        capacity_bytes=min(totals),
+        fits=_fits(peaks, totals) and all(stage.fits for stage in reserved),
         written=None,
-        reserved_memory_bytes=reserved,
+        reserved_memory_bytes=tuple(stage.reserved for stage in reserved) or None,
     )
 
 
@@ -349,6 +394,7 @@ def _setting(
     microbatch_size: int,
     schedule: str,
     virtual_stages: int,
+    is_own: bool,
     offload: Literal["none", "optimizer"],
 ) -> Setting:
     sizes = {
@@ -373,10 +419,10 @@ def _setting(
     m = batch // (dp * microbatch_size)
     if schedule not in _SCHEDULES:
         raise ValueError(f"schedule={schedule!r}; allowed are {', '.join(_SCHEDULES)}")
-    if pp > 1 and schedule == "1f1b" and m < pp:
+    if is_own and pp > 1 and schedule == "1f1b" and virtual_stages == 1 and m < pp:
         raise ValueError(
             f"1F1B with pp={pp} needs at least {pp} micro-batches, the batch gives {m}: lower "
-            "microbatch_size or pp, or use schedule='gpipe'"
+            "microbatch_size or pp, use schedule='gpipe', or name the engine that runs it"
         )
     if virtual_stages > 1 and schedule == "1f1b":
         schedule = "interleaved"

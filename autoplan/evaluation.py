@@ -209,7 +209,7 @@ class Evaluator:
             )
         cuts = assign_calls(program, self.program, self.stages)
         stage = slice_program(program, cuts)[self._stage]
-        group = self.mesh.get_group("dp") if self.mesh is not None else None
+        group = self.mesh["dp"].get_group() if self.mesh is not None else None
         found = find_denominators(program, stage.calls) if is_loss else ()
         side = self._side(program, stage)
         reader = side_function(program, stage, [one.value for one in found], self.device)

@@ -22,9 +22,9 @@ from torch import nn
 
 from autoplan.autocast import FOREIGN_NOTE
 from autoplan.batches import reduce_loss
-from autoplan.compat import causality_as_told
 from autoplan.errors import TraceError
 from autoplan.flattener import ExportError, flattened
+from autoplan.mask_causality import causality_as_told
 from autoplan.opaque import OpaqueCalls
 from autoplan.segments import FlatProgram
 

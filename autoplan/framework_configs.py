@@ -1,7 +1,8 @@
 """A plan as flags or a config of other frameworks, with what they cannot express.
 
 Option names are those of torchtitan's TOML config, Megatron-LM's command line, DeepSpeed's JSON
-config and Hugging Face Accelerate's YAML config. None of these has been run by us.
+config and Hugging Face Accelerate's YAML config, held against their sources and documentation of
+2026. None of these has been run by us.
 """
 
 from __future__ import annotations
@@ -82,6 +83,11 @@ def _layers(plan: Plan) -> list[int]:
     return counts
 
 
+def _computes_in(plan: Plan) -> str:
+    is_reduced = "bfloat16" in (plan.mixed_precision, plan.autocast)
+    return "bfloat16" if is_reduced else "float32"
+
+
 def _torchtitan(plan: Plan) -> FrameworkConfig:
     mesh, mode = plan.mesh, _recompute_mode(plan)
     is_sharded = plan.zero_stage >= 1
@@ -93,6 +99,8 @@ def _torchtitan(plan: Plan) -> FrameworkConfig:
         "[training]",
         f"local_batch_size = {plan.num_microbatches * plan.microbatch_size}",
         f"global_batch_size = {plan.global_batch_size}",
+        f'mixed_precision_param = "{_computes_in(plan)}"',
+        'mixed_precision_reduce = "float32"',
         "",
         "[parallelism]",
         f"data_parallel_replicate_degree = {1 if is_sharded else mesh.dp}",
@@ -137,10 +145,17 @@ def _megatron(plan: Plan) -> FrameworkConfig:
         flags.append("--use-distributed-optimizer")
         if plan.zero_stage == 2:
             missing.append("ZeRO-2: the distributed optimizer shards the optimizer's state only")
+    elif plan.zero_stage == 3 and mesh.pp == 1:
+        flags += [
+            "--use-megatron-fsdp",
+            "--data-parallel-sharding-strategy optim_grads_params",
+            "--no-gradient-accumulation-fusion",
+            "--ckpt-format fsdp_dtensor",
+            "--init-model-with-meta-device",
+        ]
     elif plan.zero_stage == 3:
-        flags.append("--use-torch-fsdp2")
-        if mesh.pp > 1:
-            missing.append("ZeRO-3 beside a pipeline")
+        flags.append("--use-distributed-optimizer")
+        missing.append("ZeRO-3 beside a pipeline: only the optimizer's state is sharded (ZeRO-1)")
     if mode in ("full", "mixed"):
         flags += [
             "--recompute-granularity full",
@@ -164,8 +179,10 @@ def _megatron(plan: Plan) -> FrameworkConfig:
         chunks = [sum(bool(b.fqn) for b in stage.blocks) for stage in plan.stages]
         if len(set(chunks)) > 1:
             missing.append(f"stages of unequal numbers of layers: {chunks}")
-    if plan.mixed_precision == "bfloat16":
+    if _computes_in(plan) == "bfloat16":
         flags.append("--bf16")
+    if plan.autocast != "none":
+        missing.append("autocast: Megatron keeps bfloat16 parameters beside float32 masters")
     return FrameworkConfig(text=" \\\n".join(flags), missing=tuple(missing))
 
 
@@ -179,7 +196,11 @@ def _deepspeed(plan: Plan) -> FrameworkConfig:
         "bf16": {"enabled": plan.mixed_precision == "bfloat16"},
     }
     missing = [*_marks(plan), *_layouts(plan)]
-    if mesh.tp > 1:
+    if plan.autocast == "bfloat16":
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    if mesh.tp > 1 and plan.zero_stage == 3:
+        missing.append(f"tp={mesh.tp} beside ZeRO-3: AutoTP trains with ZeRO stages 0 to 2")
+    elif mesh.tp > 1:
         config["tensor_parallel"] = {"autotp_size": mesh.tp}
     if mesh.pp > 1:
         missing.append(
@@ -201,7 +222,7 @@ def _accelerate(plan: Plan) -> FrameworkConfig:
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if is_sharded else "MULTI_GPU",
         "num_processes": mesh.world_size,
-        "mixed_precision": "bf16" if plan.mixed_precision == "bfloat16" else "no",
+        "mixed_precision": "bf16" if _computes_in(plan) == "bfloat16" else "no",
     }
     missing = [*_marks(plan), *_layouts(plan)]
     if is_sharded:

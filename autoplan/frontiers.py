@@ -54,6 +54,7 @@ class Frontiers:
         *,
         whole: frozenset[str] = frozenset(),
         recompute: str | None = None,
+        is_sequence_parallel: bool = False,
         offloads: bool = False,
     ) -> tuple[Decision, ...]:
         """Return the decisions on the frontier of time and memory of a class, fastest first.
@@ -66,6 +67,7 @@ class Frontiers:
             recompute: pins the mode: `none`, `full` or `selective`; None allows all. A class that
                 has no decision of the pinned mode (nothing is saved, or nothing may be kept)
                 recomputes nothing.
+            is_sequence_parallel: activations cross the borders of blocks as slices of tokens.
         """
         decisions: list[Decision] = []
         for region in (False, True):
@@ -75,16 +77,24 @@ class Frontiers:
                 continue
             if region and not any(op.saved for op in block.ops):
                 continue
-            decisions += self._sample(ChoiceModel(block, timer, whole, region))
+            decisions += self._sample(
+                ChoiceModel(block, timer, whole, region, is_sequence_parallel=is_sequence_parallel)
+            )
         if recompute in (None, "full") and any(d.recompute.mode == "selective" for d in decisions):
-            axes = [d for d in decisions if d.recompute.mode != "none"][-1].axes
-            decisions.append(Decision(axes=axes, recompute=Recompute(mode="full")))
+            leanest = [d for d in decisions if d.recompute.mode != "none"][-1]
+            decisions.append(replace(leanest, recompute=Recompute(mode="full")))
         if offloads and recompute is None and any(op.saved for op in block.ops):
             plain = [d for d in decisions if d.recompute.mode == "none"]
             decisions += [replace(d, recompute=Recompute(mode="offload")) for d in plain]
         unique = {d.key: d for d in decisions if recompute in (None, d.recompute.mode)}
         if not unique and recompute != "none":
-            return self.decisions(block, timer, whole=whole, recompute="none")
+            return self.decisions(
+                block,
+                timer,
+                whole=whole,
+                recompute="none",
+                is_sequence_parallel=is_sequence_parallel,
+            )
         return tuple(unique.values())
 
     def _sample(self, model: ChoiceModel) -> list[Decision]:
@@ -112,13 +122,16 @@ class Frontiers:
         *,
         whole: frozenset[str] = frozenset(),
         lean: bool = False,
+        is_sequence_parallel: bool = False,
     ) -> Decision:
         """Return the fastest decision of a class that recomputes nothing.
 
         With `lean`, the fastest among those that save most of the memory that sharding can save:
         within a quarter of the way from the leanest to the fastest.
         """
-        model = ChoiceModel(block, timer, whole, region=False)
+        model = ChoiceModel(
+            block, timer, whole, region=False, is_sequence_parallel=is_sequence_parallel
+        )
         fastest = fastest_choice(
             model.problem, time_limit_s=self.time_limit_s, eliminations=self.eliminations
         )
@@ -134,13 +147,20 @@ class Frontiers:
         return model.read(next(point for point in every if point.memory <= limit))
 
     def fastest_s(
-        self, block: BlockTrace, timer: Timer, *, whole: frozenset[str] = frozenset()
+        self,
+        block: BlockTrace,
+        timer: Timer,
+        *,
+        whole: frozenset[str] = frozenset(),
+        is_sequence_parallel: bool = False,
     ) -> float:
         """Return seconds below which no decision of the class is, collectives included.
 
         Nothing that recomputes is faster than the same without.
         """
-        problem = ChoiceModel(block, timer, whole, region=False).problem
+        problem = ChoiceModel(
+            block, timer, whole, region=False, is_sequence_parallel=is_sequence_parallel
+        ).problem
         fastest = fastest_choice(
             problem, time_limit_s=self.time_limit_s, eliminations=self.eliminations
         )

@@ -97,36 +97,43 @@ def joined(local: LocalBlock) -> LocalBlock:
     for kernel in fused_kernels(local):
         if len(kernel.ops) > 1:
             made = set(kernel.ops)
-            entering, interior = _borders(local, made)
+            interior = _interior(local, made)
+            sources = _sources(local, made)
             inside |= interior
             for op in local.ops:
                 if op.name in made:
-                    changed[op.name] = _without(op, entering, interior)
+                    changed[op.name] = _without(op, sources, interior)
     ops = tuple(changed.get(op.name, op) for op in local.ops)
     sizes = {n: 0 if n in inside else b for n, b in local.value_bytes.items()}
     return replace(local, ops=ops, value_bytes=sizes)
 
 
-def _borders(local: LocalBlock, made: set[str]) -> tuple[tuple[str, ...], set[str]]:
-    """Return the storages that enter a kernel, and those made in it that nobody else reads."""
+def _interior(local: LocalBlock, made: set[str]) -> set[str]:
+    """Return the results of a kernel's ops that nobody else reads."""
+    owner = {op.name: op.storage for op in local.ops}
+    outside = {owner.get(n, n) for op in local.ops if op.name not in made for n in op.inputs}
+    return made - outside - {owner.get(name, name) for name in local.outputs}
+
+
+def _sources(local: LocalBlock, made: set[str]) -> dict[str, tuple[str, ...]]:
+    """Return for each result in a kernel the storages that enter it and that it is made from."""
     owner = {op.name: op.storage for op in local.ops}
     states = {state.name for state in local.block.states}
-    outside = {owner.get(n, n) for op in local.ops if op.name not in made for n in op.inputs}
-    outside |= {owner.get(name, name) for name in local.outputs}
-    entering = dict.fromkeys(
-        owner.get(name, name)
-        for op in local.ops
-        if op.name in made
-        for name in op.inputs
-        if owner.get(name, name) not in made and name not in states
-    )
-    return tuple(entering), made - outside
+    found: dict[str, tuple[str, ...]] = {}
+    for op in local.ops:
+        if op.name in made:
+            names: dict[str, None] = {}
+            for storage in (owner.get(name, name) for name in op.inputs):
+                if storage not in states:
+                    names |= dict.fromkeys(found.get(storage, (storage,)))
+            found[op.name] = tuple(names)
+    return found
 
 
-def _without(op: LocalOp, entering: tuple[str, ...], interior: set[str]) -> LocalOp:
+def _without(op: LocalOp, sources: dict[str, tuple[str, ...]], interior: set[str]) -> LocalOp:
     saved: dict[str, None] = {}
     for name in op.saved:
-        saved |= dict.fromkeys(entering if name in interior else (name,))
+        saved |= dict.fromkeys(sources[name] if name in interior else (name,))
     is_inside = op.name in interior
     return replace(
         op,

@@ -105,7 +105,7 @@ class _Checker:
             self._check_fsdp(fqn, state.meta.shape, Placement.parse(text))
 
     def _check_fsdp(self, fqn: str, shape: tuple[int, ...], placement: Placement) -> None:
-        dp = self.plan.mesh.dp
+        dp = self.plan.mesh.dp // self.plan.mesh.dp_replicate
         if self.plan.zero_stage == 0 or dp == 1 or fsdp_can_slice(shape, placement, dp):
             return
         raise PlanError(

@@ -16,6 +16,7 @@ LIMITED_KEYS = (
     "microbatch_size",
     "num_microbatches",
     "virtual_stages",
+    "dp_replicate",
 )
 
 

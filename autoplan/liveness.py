@@ -9,7 +9,7 @@ are not counted here; gradients are reported by op so that the caller can place 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoplan.local import LocalBlock, LocalOp
 from autoplan.plan import Recompute
@@ -21,6 +21,7 @@ __all__ = [
     "Event",
     "block_events",
     "block_memory",
+    "needed_marks",
     "offloaded_bytes",
     "redone_ops",
 ]
@@ -194,6 +195,20 @@ def redone_ops(local: LocalBlock, recompute: Recompute) -> tuple[LocalOp, ...]:
         if source not in keep:
             redone.append(op)
     return tuple(redone)
+
+
+def needed_marks(local: LocalBlock, recompute: Recompute) -> Recompute:
+    """Return a decision without marks on results that no backward and no second forward reads.
+
+    A compiler does not save them; eager checkpointing does whatever its policy names.
+    """
+    if recompute.mode != "selective":
+        return recompute
+    read = _all_saved(local)
+    for op in redone_ops(local, recompute):
+        read |= {_storage(local, name) for name in op.inputs}
+    keep = tuple(name for name in recompute.keep if _storage(local, name) in read)
+    return replace(recompute, keep=keep)
 
 
 def _rerun_end(local: LocalBlock) -> int:

@@ -400,11 +400,12 @@ def localize(
     )
     for op in block.ops:
         builder.add(op)
-    shapes = {op.name: op.shape for op in block.ops}
-    outputs = tuple(
-        builder.require(name, leaving_placement(shapes.get(name, ()), degree, is_sequence_parallel))
-        for name in block.outputs
-    )
+    leaving = {v.name: builder.placements[v.name] for v in block.inputs}
+    leaving |= {
+        op.name: leaving_placement(op.shape, degree, is_sequence_parallel and op.needs_grad)
+        for op in block.ops
+    }
+    outputs = tuple(builder.require(name, leaving.get(name, "R")) for name in block.outputs)
     stored = {s.name: builder.placements[s.name] for s in block.states}
     return LocalBlock(
         block=block,

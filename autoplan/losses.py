@@ -5,6 +5,8 @@ probabilities beside them, and gradients beside those. Other software does bette
 
     in_place   Megatron-LM, `tensor_parallel/cross_entropy.py`: the float32 copy becomes the
                probabilities and then their gradient; the logits live until the loss is there.
+    cloned     Megatron-DeepSpeed: the same on a second float32 copy, and the logits lie in the
+               buffers of the pipeline engine.
     dtensor    torch, `distributed/tensor/parallel/loss.py`, where the vocabulary is split: three
                float32 tensors forward, four backward.
     compiled   one joint kernel (`torch.compile`): keeps the logits and a number a row, and makes
@@ -18,7 +20,7 @@ from dataclasses import replace
 from autoplan.engines import LossKind
 from autoplan.local import LocalBlock, LocalOp
 
-__all__ = ["with_loss"]
+__all__ = ["logits_bytes", "with_loss"]
 
 _LOSS = "aten.cross_entropy_loss.default"
 _CASTS = ("aten.to.dtype", "aten._to_copy.default")
@@ -39,31 +41,45 @@ def with_loss(local: LocalBlock, kind: LossKind) -> LocalBlock:
     return _joined(local, loss, kind)
 
 
+def logits_bytes(local: LocalBlock) -> int:
+    """Return the bytes of the logits of a block's cross entropy before a cast; 0 without one."""
+    loss = next((op for op in local.ops if op.op and op.op.target == _LOSS), None)
+    return 0 if loss is None else _bytes_of(local, _before_cast(local, loss)[-1])
+
+
+def _before_cast(local: LocalBlock, loss: LocalOp) -> list[str]:
+    """Return the names from the loss's input back to the logits, a cast between them at most."""
+    by_name = {op.name: op for op in local.ops}
+    names = [loss.inputs[0]]
+    while (op := by_name.get(names[-1])) is not None and op.op is not None:
+        is_view = op.nbytes == 0
+        if not is_view and op.op.target not in _CASTS:
+            break
+        names.append(op.inputs[0])
+    return names
+
+
 def _joined(local: LocalBlock, loss: LocalOp, kind: LossKind) -> LocalBlock:
     """Return the block with the cast of the logits and the loss as one op."""
     by_name = {op.name: op for op in local.ops}
-    cast = by_name.get(loss.inputs[0])
-    while cast is not None and cast.nbytes == 0:
-        cast = by_name.get(cast.inputs[0])
-    if cast is None or cast.op is None or cast.op.target not in _CASTS:
-        return local
-    logits = cast.inputs[0]
+    names = _before_cast(local, loss)
+    logits = names[-1]
+    wide = _bytes_of(local, loss.inputs[0])
     owner = by_name[logits].storage if logits in by_name else logits
     rows = sum(_bytes_of(local, name) for name in loss.inputs[1:]) // 2  # labels are int64
     joined = replace(
         loss,
         inputs=(logits, *loss.inputs[1:]),
         saved=(*loss.saved, *((owner,) if kind == "compiled" else ())),
-        internal_bytes=cast.nbytes if kind == "in_place" else rows,
-        forward_temp_bytes=0,
+        internal_bytes=rows if kind == "compiled" else wide,
+        forward_temp_bytes=wide if kind == "cloned" else 0,
         backward_temp_bytes=0,
         grads=(logits,),
     )
-    removed, name = set(), loss.inputs[0]
-    while name != logits:
-        removed.add(name)
-        name = by_name[name].inputs[0]
-    return _with(local, {loss.name: joined}, removed)
+    changed = {loss.name: joined}
+    if kind == "cloned" and owner in by_name:
+        changed[owner] = replace(by_name[owner], nbytes=0)
+    return _with(local, changed, set(names[:-1]))
 
 
 def _with(

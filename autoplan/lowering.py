@@ -2,7 +2,8 @@
 
 The lowered graph has the same ops with local sizes, and explicit ops for every change of placement:
 one per (value, required placement), named `<value>__<placement>` and shared by all readers.
-Parameters enter as the rank stores them; inputs and outputs of the block are always whole.
+Parameters enter as the rank stores them; inputs and outputs of the block are whole, or, where the
+plan says so, activations are slices of tokens.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from autoplan.sharded_ops import (
     VocabularyEmbedding,
 )
 from autoplan.sharding import check_axes, chosen_options, layout_parameters
+from autoplan.tensor_layout import leaving_placement
 
-__all__ = ["LoweredBlock", "dtensor_placement", "fsdp_dim", "lower"]
+__all__ = ["LoweredBlock", "border_placement", "dtensor_placement", "fsdp_dim", "lower"]
 
-_WHOLE = Placement(kind="replicate")
 _VIEWS = ("view", "reshape", "_unsafe_view")
 
 
@@ -46,14 +47,16 @@ class LoweredBlock:
     Attributes:
         graph: with local shapes and explicit redistribution ops.
         parameters: placement in which every state is stored, by FQN.
-        inputs: placement of every input, by name: whole.
-        outputs: placement of every output, by its name in `graph`: whole.
+        inputs: placement of every input, by name.
+        outputs: placement of every output, by its name in `graph`.
+        leaving: those placements in the order of the outputs.
     """
 
     graph: BlockGraph
     parameters: dict[str, str]
     inputs: dict[str, str]
     outputs: dict[str, str]
+    leaving: tuple[str, ...]
 
 
 def lower(
@@ -64,6 +67,7 @@ def lower(
     degree: int,
     rank: int,
     group: dist.ProcessGroup | None,
+    is_sequence_parallel: bool = False,
 ) -> LoweredBlock:
     """Return the local form of a block graph for one rank.
 
@@ -74,6 +78,7 @@ def lower(
         degree: number of tensor-parallel ranks.
         rank: of this process among them.
         group: their process group; None is the default group.
+        is_sequence_parallel: activations enter and leave as slices of tokens where they can.
 
     Raises:
         ValueError: the choice cannot run over `degree` ranks; see `check_axes`.
@@ -82,22 +87,38 @@ def lower(
     if not 0 <= rank < degree:
         raise ValueError(f"rank is {rank}; with degree {degree} it must be 0 to {degree - 1}")
     stored = layout_parameters(graph, options, axes)
+    metas = dict(zip(graph.inputs, graph.input_metas, strict=True))
+    metas |= {op.name: op.meta for op in graph.ops}
+    border = {
+        name: border_placement(metas.get(name), degree, is_sequence_parallel)
+        for name in (*graph.inputs, *graph.outputs)
+    }
     if degree == 1:
         stored = dict.fromkeys(stored, "R")
         lowered, outputs = graph, graph.outputs
     else:
-        lowering = _Lowering(graph, stored, degree, rank, group)
+        lowering = _Lowering(graph, stored, border, degree, rank, group)
         chosen = chosen_options(graph, options, axes)
         for op in graph.ops:
             lowering.add(op, chosen[op.name])
-        outputs = tuple(lowering.convert(name, _WHOLE) for name in graph.outputs)
+        outputs = tuple(
+            lowering.convert(name, Placement.parse(border[name])) for name in graph.outputs
+        )
         lowered = lowering.finish(outputs, axes)
     return LoweredBlock(
         graph=lowered,
         parameters=stored,
-        inputs=dict.fromkeys(graph.inputs, "R"),
-        outputs=dict.fromkeys(outputs, "R"),
+        inputs={name: border[name] for name in graph.inputs},
+        outputs={local: border[name] for local, name in zip(outputs, graph.outputs, strict=True)},
+        leaving=tuple(border[name] for name in graph.outputs),
     )
+
+
+def border_placement(meta: TensorMeta | None, degree: int, is_sequence_parallel: bool) -> str:
+    """Return the placement in which a value crosses borders of blocks."""
+    if meta is None or not meta.requires_grad:
+        return "R"
+    return leaving_placement(tuple(meta.shape), degree, is_sequence_parallel)
 
 
 class _Lowering:
@@ -107,6 +128,7 @@ class _Lowering:
         self,
         graph: BlockGraph,
         stored: Mapping[str, str],
+        border: Mapping[str, str],
         degree: int,
         rank: int,
         group: dist.ProcessGroup | None,
@@ -114,7 +136,9 @@ class _Lowering:
         self.graph = graph
         self.degree, self.rank, self.group = degree, rank, group
         self.stored = {s.name: Placement.parse(stored[s.fqn]) for s in graph.states}
-        self.placements: dict[str, Placement] = dict.fromkeys(graph.inputs, _WHOLE) | self.stored
+        self.placements: dict[str, Placement] = {
+            name: Placement.parse(border[name]) for name in graph.inputs
+        } | self.stored
         self.metas: dict[str, TensorMeta | None] = dict(
             zip(graph.inputs, graph.input_metas, strict=True)
         )
@@ -191,10 +215,16 @@ class _Lowering:
             replace(s, meta=self._local_meta(s.meta, self.stored[s.name]) or s.meta)
             for s in self.graph.states
         )
+        entering = [str(self.placements[name]) for name in self.graph.inputs]
         text = f"{self.graph.fingerprint} {sorted(axes.items())} {self.degree} {self.rank}"
+        text += f" {entering} {outputs}"
         return replace(
             self.graph,
             states=states,
+            input_metas=tuple(
+                self._local_meta(meta, self.placements[name])
+                for name, meta in zip(self.graph.inputs, self.graph.input_metas, strict=True)
+            ),
             ops=tuple(self.ops),
             outputs=outputs,
             fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16],

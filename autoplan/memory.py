@@ -104,7 +104,7 @@ def static_bytes(
     """
     if setting.offload != "none":
         return StaticBytes(parameters=0, gradients=0, optimizer=0)
-    shards = setting.dp if setting.zero_stage >= 1 else 1
+    shards = setting.shards
     states = int(group.trained * optimizer.state_bytes_per_byte)
     if engine.has_gradient_buffer:
         copy = group.trained if group.stored > group.gathered else 0
@@ -129,7 +129,7 @@ def stage_memory(
     is_mixed: bool = False,
     is_gloo: bool = False,
     input_bytes: int = 0,
-    stand_in_bytes: int = 0,
+    standing_bytes: int = 0,
     parts: Sequence[PartBytes],
     reserve: int = 0,
     engine: Engine = AUTOPLAN,
@@ -144,7 +144,7 @@ def stage_memory(
         is_mixed: parameters are computed with in another dtype than they are stored in.
         is_gloo: collectives run on gloo, whose reduce-scatter works on a copy.
         input_bytes: batch inputs of one step that stay for the whole step.
-        stand_in_bytes: of tensors that stand for weight gradients and stay.
+        standing_bytes: that the engine holds beside.
         parts: the stages of the rank.
         reserve: bytes set aside on the device.
         engine: the software that trains.
@@ -154,7 +154,7 @@ def stage_memory(
         parts = [replace(part, entering=0, leaving=0) for part in parts]
     walk = _Walk(blocks, setting, optimizer, is_mixed, is_gloo, engine, parts)
     walk.fixed = input_bytes + receive_buffer_bytes(parts, setting, stage)
-    walk.stand_ins = stand_in_bytes
+    walk.standing = standing_bytes
     walk.run(stage_actions(setting, stage))
     by_category = {**walk.peak_parts, "reserve": reserve}
     return StageMemory(
@@ -273,13 +273,18 @@ class _Walk:
         self.compute = {k: sum(g.gathered for g in v) for k, v in groups.items()}
         self.grads = {k: sum(g.gathered_grads for g in v) for k, v in groups.items()}
         self.whole = {k: sum(g.trained for g in v) for k, v in groups.items()}
-        self.fixed = self.stand_ins = 0
+        self.fixed = self.standing = 0
         self.activations = 0
         self.gathered: dict[int, int] = {}
         self.buffers: dict[int, int] = {}
         self.gradients: dict[int, int] = {}
         if self.has_buffer:
             self.gradients[_BUFFER] = sum(s.gradients for s in statics)
+        self.is_flat = engine.is_flat
+        self.copies_gathered = engine.copies_gathered
+        self.widens = is_mixed and not engine.is_gradient_wide
+        last = max((i for i, b in enumerate(blocks) if not b.is_glue), default=None)
+        self.stays_gathered = last if engine.keeps_last_gathered and setting.pp == 1 else None
         self._enter(0)
         self.sharded: dict[int, int] = {}
         self.reduce_input = 0
@@ -303,7 +308,7 @@ class _Walk:
     def note(self, name: str, transient: int = 0) -> None:
         """Compare what lives now, and a transient, with the peak so far."""
         gradients = sum(self.gradients.values()) + sum(self.sharded.values()) + self.unmerged
-        gradients += self.stand_ins
+        gradients += self.standing
         working = sum(self.gathered.values()) + sum(self.buffers.values()) + self.reduce_input
         total = self.activations + gradients + working + transient + self.fixed
         total += self.parameters + self.optimizer
@@ -339,10 +344,13 @@ class _Walk:
         self.gathered.clear()
         self.buffers.clear()
         self.reduce_input = 0
-        shards = self.setting.dp if self.zero >= 1 else 1
+        shards = self.setting.shards
         temporary = sum(self.whole.values()) if self.is_foreach else 2 * self.largest
         if self.has_buffer and not self.is_foreach:
-            temporary = 0  # one fused kernel over all parameters
+            # One fused kernel over all parameters, on gradients as wide as they are.
+            temporary = sum(self.whole.values()) if self.widens else 0
+        if self.is_flat:
+            self.note("reducing gradients", sum(self.grads.values()))
         self.note("the optimizer step", 0 if self.is_offloaded else -(-temporary // shards))
 
     def _forward(self, part: range) -> None:
@@ -354,7 +362,7 @@ class _Walk:
             self._gather_forward(index)
             self.note(f"forward of block {index}", block.input_bytes + block.memory.forward_peak)
             self.activations += block.own_kept
-            if self.zero == 3 and index in self.compute:
+            if self.zero == 3 and index in self.compute and index != self.stays_gathered:
                 self.gathered.pop(index, None)
         self.activations += self._leaving_added()
         if self.is_pipeline:
@@ -379,16 +387,18 @@ class _Walk:
         earlier = list(self.buffers)
         if self.zero > 0 and self.setting.dp > 1:
             self.buffers[group] = size
-            copied = size // self.setting.dp if self.is_mixed else 0
+            copied = size // self.setting.dp_shard if self.is_mixed else 0
             self.note("gathering parameters", copied + self._copied_in(group))
         self.gathered[group] = size
+        if not self.copies_gathered:
+            self.buffers.pop(group, None)
         self.note("gathering parameters", 0 if self.setting.dp > 1 else self._copied_in(group))
         for other in earlier:
             del self.buffers[other]
 
     def _copied_in(self, group: int) -> int:
         """Return the bytes of a shard that comes from the host for a gather."""
-        return -(-self.stored[group] // self.setting.dp) if self.is_offloaded else 0
+        return -(-self.stored[group] // self.setting.dp_shard) if self.is_offloaded else 0
 
     def _backward(self, is_last: bool, part: range) -> None:
         syncs = self.wrapped and (self.zero >= 2 or (is_last and not self.is_pipeline))
@@ -470,7 +480,7 @@ class _Walk:
     def _prefetch(self, index: int) -> None:
         before = reversed(range(self.part[0], index))
         earlier = next((i for i in before if i in self.compute), None)
-        if earlier is not None and self.setting.dp > 1:
+        if earlier is not None and earlier not in self.gathered and self.setting.dp > 1:
             self.buffers[earlier] = self.compute[earlier]
             self.note("prefetching parameters", self._copied_in(earlier))
 
@@ -484,6 +494,8 @@ class _Walk:
         if group >= len(self.blocks):
             self._marks.clear()
         copy = size if self.is_gloo and self.zero > 0 else 0
-        shard = -(-self.whole[group] // self.setting.dp) if self.zero > 0 else self.whole[group]
+        shard = (
+            -(-self.whole[group] // self.setting.dp_shard) if self.zero > 0 else self.whole[group]
+        )
         self.note("reducing gradients", shard + copy + retained)
         self.sharded[group] = 0 if self.is_offloaded else shard

@@ -55,7 +55,7 @@ def _copy_s(nbytes: int, setting: Setting, cluster: Cluster) -> float:
     if setting.offload == "none" or nbytes == 0:
         return 0.0
     device = cluster.device
-    return device.launch_overhead_s + nbytes / setting.dp / device.host_link_bytes_per_s
+    return device.launch_overhead_s + nbytes / setting.dp_shard / device.host_link_bytes_per_s
 
 
 def away_s(local: LocalBlock, cluster: Cluster) -> float:
@@ -91,4 +91,4 @@ def host_bytes(groups: Iterable[GroupBytes], setting: Setting, workload: Workloa
         return 0
     states = 2 + workload.optimizer.state_bytes_per_byte
     total = sum(g.stored - g.trained + g.trained * states for g in groups)
-    return -(-int(total) // setting.dp)
+    return -(-int(total) // setting.dp_shard)

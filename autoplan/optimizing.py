@@ -15,7 +15,7 @@ from autoplan.bounds import layout_reason
 from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
 from autoplan.costs import TICK_S
-from autoplan.errors import AutoplanError, InfeasibleError, SearchLimitError
+from autoplan.errors import AutoplanError, InfeasibleError, PlanError, SearchLimitError
 from autoplan.limits import constraint_texts, make_limits
 from autoplan.plan import Plan, SearchRecord, Simpler
 from autoplan.planner import Planner, make_planner
@@ -24,6 +24,7 @@ from autoplan.remedies import infeasible_error, least_memory
 from autoplan.search.mesh import MeshResult, Progress
 from autoplan.settings import check_pins
 from autoplan.simple import Strategy, simple_strategies
+from autoplan.tracer import recent_program
 from autoplan.units import format_seconds
 
 __all__ = ["find_plan", "on_rank_zero", "optimize"]
@@ -135,6 +136,45 @@ def find_plan(
     compare: bool = True,
 ) -> Plan:
     """Return the fastest plan of a planning problem; arguments and errors as in `optimize`.
+
+    A plan with a layout that computes something else than its block, when it is run in this
+    process, is not returned: its tensor-parallel degree is forbidden and the search goes again.
+    """
+    wrong: list[str] = []
+    while True:
+        plan = _fastest(planner, time_limit_s, progress, compare)
+        found = _wrong_layouts(plan)
+        if not found:
+            return replace(plan, notes=(*plan.notes, *wrong))
+        tp = plan.mesh.tp
+        if planner.pins.get("tp") == tp:
+            raise PlanError(f"tp={tp} cannot be used: {found[0]}; leave out the pin of tp")
+        wrong.append(f"tp={tp} was left out: {found[0]}")
+        out = {**planner.limits.forbidden, "tp": (*planner.limits.forbidden.get("tp", ()), tp)}
+        planner = replace(planner, limits=replace(planner.limits, forbidden=out))
+
+
+def _wrong_layouts(plan: Plan) -> list[str]:
+    """Return what is wrong with layouts of a plan whose program is at hand; empty: nothing."""
+    program = recent_program(plan.fingerprint) if plan.mesh.tp > 1 else None
+    if program is None:
+        return []
+    from autoplan.layout_numerics import check_plan_layouts
+
+    return [
+        f"layout {one.layout} of {one.block}: {one.reason}"
+        for one in check_plan_layouts(plan, program)
+        if one.is_wrong
+    ]
+
+
+def _fastest(
+    planner: Planner,
+    time_limit_s: float,
+    progress: Callable[[Progress], None] | None,
+    compare: bool,
+) -> Plan:
+    """Return the fastest plan by the model of costs.
 
     The candidates are what the search found, the fastest simple strategy that fits on all devices,
     and, where neither is there, the plan of least memory. Each is priced exactly.

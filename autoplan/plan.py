@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from autoplan import codec
 from autoplan.errors import PlanError
+from autoplan.meshes import AXIS_ORDERS, AxisOrder
 from autoplan.stage_costs import PlanCosts
 from autoplan.units import format_bytes, format_seconds
 
@@ -49,17 +50,28 @@ MEMORY_CATEGORIES = (
 class Mesh:
     """Degrees of data, tensor and pipeline parallelism; their product is the world size.
 
-    Ranks are numbered with tp fastest, then dp, then pp: rank = (p * dp + d) * tp + t.
+    Attributes:
+        dp, tp, pp: degrees.
+        dp_replicate: into how many replicas dp falls, each of which shards what ZeRO shards over
+            its dp / dp_replicate neighbouring ranks (hybrid sharding); 1: all of dp shards.
+        axis_order: how ranks are numbered, innermost axis first: with `tp-dp-pp` it is
+            rank = (p * dp + d) * tp + t, with `tp-pp-dp` it is (d * pp + p) * tp + t.
     """
 
     dp: int
     tp: int
     pp: int
+    dp_replicate: int = 1
+    axis_order: AxisOrder = "tp-dp-pp"
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp"):
+        for name in ("dp", "tp", "pp", "dp_replicate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.dp % self.dp_replicate:
+            raise ValueError(
+                f"dp_replicate is {self.dp_replicate}; it must divide dp, which is {self.dp}"
+            )
 
     @property
     def world_size(self) -> int:
@@ -67,7 +79,10 @@ class Mesh:
         return self.dp * self.tp * self.pp
 
     def __str__(self) -> str:
-        return f"dp={self.dp} tp={self.tp} pp={self.pp}"
+        text = f"dp={self.dp} tp={self.tp} pp={self.pp}"
+        if self.dp_replicate > 1:
+            text += f" dp_replicate={self.dp_replicate}"
+        return text if self.axis_order == AXIS_ORDERS[0] else f"{text} order {self.axis_order}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +113,15 @@ class Layout:
         degree: tp.
         axes: per op that is not `whole`, the axis of its shard option.
         parameters: per state FQN (as in the trace) its placement: R, S(dim) or S(dim,outer).
+        borders: how activations of shape (batch, tokens, features) enter and leave the block:
+            `whole` on every rank, or as slices of `tokens`.
     """
 
     block: str
     degree: int
     axes: dict[str, str] = field(default_factory=dict)
     parameters: dict[str, str] = field(default_factory=dict)
+    borders: Literal["whole", "tokens"] = "whole"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +166,12 @@ class Predicted:
     capacity_bytes: int
     lookups: dict[str, int]
     host_bytes: tuple[int, ...] = ()
+
+    def tensor_peak_bytes(self, stage: int) -> int:
+        """Return what a meter of tensors would see of a stage: no reserve, but the host's bytes."""
+        reserve = self.memory_by_category[stage].get("reserve", 0)
+        on_host = self.host_bytes[stage] if self.host_bytes else 0
+        return self.peak_memory_bytes[stage] - reserve + on_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +292,12 @@ class Plan:
         blocks = (block for stage in self.stages for block in stage.blocks)
         return any(self.recompute[b.recompute].mode != "none" for b in blocks)
 
+    @property
+    def slices(self) -> int:
+        """Return into how many slices of tokens activations are cut where they cross stages."""
+        is_sliced = any(layout.borders == "tokens" for layout in self.placements.values())
+        return self.mesh.tp if is_sliced else 1
+
     def to_json(self) -> str:
         """Return readable JSON text."""
         return codec.dumps(self)
@@ -347,13 +377,14 @@ class Plan:
         *,
         device: torch.device | str | None = None,
         timeout_s: float = 120.0,
+        compile: str | None = None,
     ) -> ParallelModule:
         """Return this rank's part of `model`; called on every rank of the plan, under torchrun.
 
         Args:
             model: the model that was planned, with the same weights on every rank.
             batch, loss_fn: as given to `optimize`; may be left out where this process planned.
-            device, timeout_s: see `autoplan.emitter.parallelize`.
+            device, timeout_s, compile: see `autoplan.emitter.parallelize`.
 
         Raises:
             PlanError: another model, another world size, or no batch is known.
@@ -368,7 +399,9 @@ class Plan:
                     "form) and loss_fn= to parallelize"
                 )
             batch, loss_fn = self.attached
-        return parallelize(self, model, batch, loss_fn, device=device, timeout_s=timeout_s)
+        return parallelize(
+            self, model, batch, loss_fn, device=device, timeout_s=timeout_s, compile=compile
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

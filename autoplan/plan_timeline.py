@@ -94,6 +94,8 @@ def _samples(
             dp=plan.mesh.dp,
             tp=plan.mesh.tp,
             pp=plan.mesh.pp,
+            dp_replicate=plan.mesh.dp_replicate,
+            axis_order=plan.mesh.axis_order,
             zero_stage=plan.zero_stage,
             microbatch_size=plan.microbatch_size,
             num_microbatches=plan.num_microbatches,

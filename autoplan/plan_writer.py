@@ -52,7 +52,13 @@ def write_plan(
     return Plan(
         model=model_name,
         fingerprint=trace.fingerprint,
-        mesh=Mesh(dp=setting.dp, tp=setting.tp, pp=setting.pp),
+        mesh=Mesh(
+            dp=setting.dp,
+            tp=setting.tp,
+            pp=setting.pp,
+            dp_replicate=setting.dp_replicate,
+            axis_order=setting.axis_order,
+        ),
         zero_stage=setting.zero_stage,
         microbatch_size=setting.microbatch_size,
         num_microbatches=setting.num_microbatches,
@@ -139,6 +145,7 @@ class _Names:
             degree=self.setting.tp,
             axes=dict(decision.axes),
             parameters={states[k]: v for k, v in local.state_placements.items()},
+            borders="tokens" if decision.is_sequence_parallel else "whole",
         )
         return _named(self.layouts, f"{name}/tp{self.setting.tp}", layout)
 

@@ -225,7 +225,7 @@ class Planner:
         self, setting: Setting, solution: PipelineSolution
     ) -> tuple[tuple[int, ...], list[Decision]]:
         """Return stage ends and one decision per call of a solution."""
-        _, per_call = pipeline_problem(self, setting)
+        _, per_call = pipeline_problem(self, setting, bool(solution.variant))
         chosen = [
             decisions[option] for decisions, option in zip(per_call, solution.options, strict=True)
         ]

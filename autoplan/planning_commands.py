@@ -40,6 +40,7 @@ _INT_PINS = (
     "microbatch_size",
     "num_microbatches",
     "virtual_stages",
+    "dp_replicate",
 )
 
 

@@ -78,9 +78,15 @@ def least_memory(planner: Planner, enough: int = 0) -> Least:
 def _least_of(planner: Planner, setting: Setting) -> Least:
     pricer = planner.pricer(setting.microbatch_size)
     calls = range(len(pricer.trace.calls))
-    decisions = _leanest(pricer, setting)
     ends = even_stage_ends(pricer.trace, setting.pp * setting.virtual_stages)
-    best = _priced(pricer, setting, ends, decisions)
+    best = min(
+        (
+            _priced(pricer, setting, ends, _leanest(pricer, setting, is_sliced))
+            for is_sliced in pricer.borders(setting.tp)
+        ),
+        key=lambda least: least.need_bytes,
+    )
+    decisions = best.decisions
     for _ in range(len(calls)):
         moved = [
             _priced(pricer, setting, ends, decisions)
@@ -111,7 +117,7 @@ def _priced(
     return Least(setting=setting, ends=ends, decisions=decisions, stage=stage)
 
 
-def _leanest(pricer: Pricer, setting: Setting) -> tuple[Decision, ...]:
+def _leanest(pricer: Pricer, setting: Setting, is_sliced: bool) -> tuple[Decision, ...]:
     """Return per call the decision with which all calls together need least.
 
     What calls keep adds up, what they work with does not: for every amount of working memory that
@@ -122,7 +128,9 @@ def _leanest(pricer: Pricer, setting: Setting) -> tuple[Decision, ...]:
     choices = {
         index: [
             (live * option.kept + option.static, option.working, decision)
-            for decision in pricer.decisions(pricer.trace.calls[calls[0]].block, setting.tp)
+            for decision in pricer.decisions(
+                pricer.trace.calls[calls[0]].block, setting.tp, is_sequence_parallel=is_sliced
+            )
             for option in (pricer.option(calls[0], decision, setting, live),)
         ]
         for index, calls in enumerate(kinds)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from autoplan.caching_allocator import Block, CachingAllocator
+from autoplan.flat_partitions import gathered_pieces, reduced_buckets
 from autoplan.liveness import BlockEvents
 from autoplan.memory import stage_actions, uses_fsdp
 from autoplan.settings import Setting, Workload
@@ -62,10 +63,17 @@ class ReplayedBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved:
-    """Most bytes that tensors took, and most that were reserved for them, context excluded."""
+    """What a stage's steps needed, context and communicators excluded.
+
+    Attributes:
+        allocated: most bytes of tensors.
+        reserved: most bytes that the allocator held for them.
+        fits: every tensor found room.
+    """
 
     allocated: int
     reserved: int
+    fits: bool
 
 
 def replayed(
@@ -76,6 +84,8 @@ def replayed(
     stage: int = 0,
     part_sizes: Sequence[int],
     is_expandable: bool = False,
+    capacity_bytes: int | None = None,
+    is_across: bool = False,
     fixed_bytes: Sequence[int] = (),
 ) -> Reserved:
     """Return what a stage's steps take and reserve.
@@ -87,15 +97,21 @@ def replayed(
         stage: index of the rank of the pipeline, or of its only stage.
         part_sizes: numbers of blocks of its stages.
         is_expandable: segments of the allocator grow.
+        capacity_bytes: of the device, less its reserve; None: any amount.
+        is_across: data-parallel ranks are on several nodes.
         fixed_bytes: of tensors that are always there, such as the batch.
     """
-    allocator = CachingAllocator(is_expandable=is_expandable)
-    run = _Replay(blocks, setting, workload, allocator, part_sizes)
+    allocator = CachingAllocator(is_expandable=is_expandable, capacity_bytes=capacity_bytes)
+    run = _Replay(blocks, setting, workload, allocator, part_sizes, is_across)
     actions = stage_actions(setting, stage)
     run.start(fixed_bytes)
     for _ in range(_STEPS):
         run.step(actions)
-    return Reserved(allocated=run.allocator.peak_allocated, reserved=run.allocator.peak_reserved)
+    return Reserved(
+        allocated=allocator.peak_allocated,
+        reserved=allocator.peak_reserved,
+        fits=not allocator.is_exhausted,
+    )
 
 
 class _Tensors:
@@ -127,6 +143,10 @@ class _Tensors:
             del self.holders[key]
             self.allocator.free(self.blocks.pop(key))
 
+    def rename(self, key: Key, other: Key) -> None:
+        self.blocks[other] = self.blocks.pop(key)
+        self.holders[other] = self.holders.pop(key)
+
     def passing(self, nbytes: int, stream: int = COMPUTE) -> None:
         """Make a tensor and let it go."""
         self.make(("passing",), nbytes, stream)
@@ -141,17 +161,25 @@ class _Replay:
         workload: Workload,
         allocator: CachingAllocator,
         part_sizes: Sequence[int],
+        is_across: bool,
     ) -> None:
         self.blocks = blocks
         self.setting = setting
+        self.is_across = is_across
         self.workload = workload
         self.allocator = allocator
         self.tensors = _Tensors(allocator)
         self.zero = setting.zero_stage
         self.is_mixed = workload.mixed_precision != "none"
         self.has_buffer = workload.engine.has_gradient_buffer
+        self.is_offloaded = setting.offload != "none"
         self.wrapped = uses_fsdp(setting, self.is_mixed) and not self.has_buffer
         self.shards = setting.dp if self.zero >= 1 else 1
+        self.item_bytes = 2 if self.is_mixed else 4
+        self.is_flat = workload.engine.is_flat
+        last = max((i for i, b in enumerate(blocks) if not b.is_glue), default=None)
+        keeps_last = workload.engine.keeps_last_gathered and setting.pp == 1
+        self.stays_gathered = last if keeps_last else None
         self.root = len(blocks)
         self.groups: dict[int, list[Parameter]] = {}
         for index, block in enumerate(blocks):
@@ -167,6 +195,7 @@ class _Replay:
             for value, _ in block.inputs.values():
                 self.reading[value] = self.reading.get(value, 0) + 1
         self.last: int | None = None
+        self.pending = 0
         ends = list(accumulate(part_sizes))
         self.parts = [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
 
@@ -176,12 +205,28 @@ class _Replay:
         """Make what is there before the first step."""
         for number, nbytes in enumerate(fixed_bytes):
             self.tensors.make(("fixed", number), nbytes)
+        if self.is_flat:
+            self._start_flat()
+            return
+        if self.is_offloaded:
+            return
         for parameter in self._parameters():
             whole = parameter.gathered if self.has_buffer else -(-parameter.stored // self.shards)
             self.tensors.make(("parameter", parameter.name), whole)
-        if not self.has_buffer:
-            return
-        trained = [p for p in self._parameters() if p.is_trained]
+        if self.has_buffer:
+            self._start_buffers()
+
+    def _start_flat(self) -> None:
+        self.tensors.make(("parameter",), sum(p.gathered for p in self._parameters()))
+        share = -(-sum(p.stored for p in self._trained()) // self.shards)
+        self.tensors.make(("copy",), share)
+        self.tensors.make(("grad",), share)
+        for number in range(int(self.workload.optimizer.state_bytes_per_byte)):
+            self.tensors.make(("state", number), share)
+        self.tensors.release(("grad",))
+
+    def _start_buffers(self) -> None:
+        trained = self._trained()
         is_wide = self.workload.engine.is_gradient_wide
         grads = sum(p.stored if is_wide else p.gathered for p in trained)
         self.tensors.make(("gradients",), grads)
@@ -192,6 +237,9 @@ class _Replay:
 
     def _parameters(self) -> Iterable[Parameter]:
         return (p for block in self.blocks for p in block.parameters)
+
+    def _trained(self) -> list[Parameter]:
+        return [p for p in self._parameters() if p.is_trained]
 
     def step(self, actions: Sequence[tuple[str, bool, int]]) -> None:
         """Run the actions of a step and the optimizer."""
@@ -213,7 +261,41 @@ class _Replay:
             self._release_whole(group)
         self._drop_buffers()
         self.tensors.release(("reduce input",))
-        self._optimizer_step()
+        if self.is_flat:
+            self._flat_step()
+        else:
+            self._optimizer_step()
+
+    def _flat_step(self) -> None:
+        """Reduce gradients in flat buckets, step on this rank's share, gather parameters."""
+        sizes = [p.gathered // self.item_bytes for p in self._trained()]
+        self._beside(reduced_buckets(sizes))
+        self.tensors.passing(8 * max(sizes))  # the norm is taken in float64
+        share = -(-sum(sizes) // self.shards) * self.item_bytes
+        self.tensors.make(("flat",), share)
+        self.tensors.make(("grad",), -(-sum(p.stored for p in self._trained()) // self.shards))
+        self.tensors.release(("flat",))
+        self._zero_gradients()
+        self.tensors.release(("grad",))
+        self._beside(gathered_pieces(sum(sizes), self.shards), is_pending=self.is_across)
+
+    def _beside(self, elements: Sequence[int], *, is_pending: bool = False) -> None:
+        """Make tensors of so many elements all at once and let them go.
+
+        Pending ones go after the next forward: the collective between nodes that reads them is not
+        done before the host has made the tensors of that forward.
+        """
+        for number, count in enumerate(elements):
+            self.tensors.make(("beside", number), count * self.item_bytes)
+        if is_pending:
+            self.pending = len(elements)
+        else:
+            self._finish(len(elements))
+
+    def _finish(self, count: int) -> None:
+        for number in range(count):
+            self.tensors.release(("beside", number))
+        self.pending = 0
 
     def _zero_gradients(self) -> None:
         for group in self.groups:
@@ -222,14 +304,17 @@ class _Replay:
             self.tensors.release(("grad", parameter.name))
 
     def _optimizer_step(self) -> None:
+        if self.is_offloaded:
+            return
         ratio = self.workload.optimizer.state_bytes_per_byte
-        trained = [p for p in self._parameters() if p.is_trained]
+        trained = self._trained()
         sizes = {p.name: -(-p.stored // self.shards) for p in trained}
         for name, nbytes in sizes.items():
             for number in range(int(ratio)):
                 if ("state", name, number) not in self.tensors:
                     self.tensors.make(("state", name, number), nbytes)
-        if self.workload.optimizer.is_foreach:
+        widens = self.is_mixed and not self.workload.engine.is_gradient_wide and self.has_buffer
+        if self.workload.optimizer.is_foreach or widens:
             for name, nbytes in sizes.items():
                 self.tensors.make(("temporary", name), nbytes)
             for name in sizes:
@@ -244,9 +329,10 @@ class _Replay:
         for index in part:
             self._gather_forward(index)
             self._forward_of(number, index)
-            if self.zero == 3 and index in self.groups:
+            if self.zero == 3 and index in self.groups and index != self.stays_gathered:
                 self._release_whole(index)
         self._drop_buffers()
+        self._finish(self.pending)
         if self.zero == 3 and self.setting.pp > 1:
             self._release_whole(self.root)
 
@@ -322,7 +408,9 @@ class _Replay:
     def _backward_of(self, number: int, index: int) -> None:
         block = self.blocks[index]
         trained = [p for p in block.states.values() if ("grad", p) in self.tensors]
-        adds_up = self.has_buffer or (bool(trained) and not self.is_mixed)
+        is_mixed = self.is_mixed and not self.has_buffer
+        adds_up = self.has_buffer and not self.is_flat
+        adds_up = adds_up or (bool(trained) and not is_mixed and not self.is_flat)
         events = block.accumulating if adds_up else block.events
         own = self.own[(number, index)]
         for local, (value, nbytes) in block.outputs.items():
@@ -380,16 +468,28 @@ class _Replay:
 
     def _gather(self, group: int) -> None:
         size = sum(p.gathered for p in self.groups[group])
+        if self.is_offloaded:
+            stored = sum(p.stored for p in self.groups[group])
+            self.tensors.make(("copied in",), -(-stored // self.shards), GATHER)
         if self.is_mixed:
             self.tensors.make(("cast",), size // self.setting.dp, GATHER)
         self.tensors.make(("buffer", group), size, GATHER)
         self.tensors.release(("cast",))
+        self.tensors.release(("copied in",))
         self.last = group
 
     def _is_gathered(self, group: int) -> bool:
         return ("whole", self.groups[group][0].name) in self.tensors
 
     def _make_whole(self, group: int) -> None:
+        if not self.workload.engine.copies_gathered:
+            # FSDP1 computes with views of what the collective filled.
+            key = ("whole", self.groups[group][0].name)
+            if ("buffer", group) in self.tensors:
+                self.tensors.rename(("buffer", group), key)
+            else:
+                self.tensors.make(key, sum(p.gathered for p in self.groups[group]), GATHER)
+            return
         for parameter in self.groups[group]:
             self.tensors.make(("whole", parameter.name), parameter.gathered)
 
@@ -428,7 +528,7 @@ class _Replay:
             self.tensors.release(("grad", parameter.name))
             self.tensors.release(("wide", parameter.name))
         shard = -(-size // self.shards)
-        if ("shard", group) in self.tensors:
+        if self.is_offloaded or ("shard", group) in self.tensors:
             self.tensors.passing(shard, REDUCE)
         else:
             self.tensors.make(("shard", group), shard, REDUCE)

@@ -43,9 +43,11 @@ def reserved_memory(
             stage=rank,
             part_sizes=[len(span) for span in own],
             is_expandable=is_expandable,
+            capacity_bytes=pricer.cluster.capacity_bytes,
+            is_across=setting.dp * setting.tp > pricer.cluster.gpus_per_node,
             fixed_bytes=(
                 pricer.batch_bytes(setting),
-                pricer.stand_in_bytes(calls, decisions, setting.tp),
+                pricer.standing_bytes(calls, decisions, setting.tp),
             ),
         )
         found.append(run)
@@ -69,10 +71,10 @@ def _blocks(
 def _shared_part(pricer: Pricer, setting: Setting, call: int, decision: Decision) -> ReplayedBlock:
     """Return what is the same for all calls of a class under a decision."""
     base = pricer.base(pricer.trace.calls[call].block, decision, setting.tp)
-    local, later = pricer.memory_views(base.local, decision)
+    local, later, recompute = pricer.memory_views(base.local, decision)
     return ReplayedBlock(
-        events=block_events(local, decision.recompute),
-        accumulating=block_events(later, decision.recompute, accumulating=True),
+        events=block_events(local, recompute),
+        accumulating=block_events(later, recompute, accumulating=True),
         is_glue=local.block.is_glue,
         inputs={},
         outputs={},

@@ -38,9 +38,10 @@ def profile(
     ] = None,
     autocast: Annotated[str, typer.Option(help="Of --model: none or bfloat16.")] = "none",
 ) -> None:
-    """Measure the device that is here and write its profile, or the ops of a model."""
-    from autoplan.profiles.measure import profile_command
+    """Measure the device that is here and write its profile, or the ops of a model.
 
+    Under torchrun every rank runs it: groups inside and over nodes are measured then.
+    """
     budget_s = parse_seconds(budget)
     with Progress(console=_console, transient=True, disable=not _console.is_terminal) as bar:
         task = bar.add_task("measuring", total=1.0)
@@ -53,9 +54,29 @@ def profile(
                 gpu, model, cluster, seq, global_batch, autocast, budget_s, progress=show
             )
         else:
-            path = profile_command(gpu, out, budget_s=budget_s, with_links=links, progress=show)
-            text = f"written to {path}"
-    typer.echo(text)
+            path = _profile_device(gpu, out, budget_s, links, show)
+            text = f"written to {path}" if path is not None else ""
+    if text:
+        typer.echo(text)
+
+
+def _profile_device(
+    gpu: str,
+    out: Path | None,
+    budget_s: float,
+    links: bool,
+    progress: Callable[[str, float], None],
+) -> Path | None:
+    """Write the profile of this device, under torchrun with the links between all ranks.
+
+    Returns the path of the file; None on ranks that write none.
+    """
+    from autoplan.profiles.measure import profile_command
+    from autoplan.profiles.measure_cluster import is_under_torchrun, profile_as_rank
+
+    if links and is_under_torchrun():
+        return profile_as_rank(gpu, out, budget_s=budget_s, progress=progress)
+    return profile_command(gpu, out, budget_s=budget_s, with_links=links, progress=progress)
 
 
 def _profile_model(
@@ -133,6 +154,9 @@ def run(
     save_every: Annotated[
         int | None, typer.Option(help="Steps between saves; default: only after the last.")
     ] = None,
+    compile: Annotated[
+        str | None, typer.Option(help="Compile blocks: inductor or aot_eager; needs tp=1.")
+    ] = None,
 ) -> None:
     """Train a plan on processes of this machine, started with torchrun."""
     from autoplan.launcher import launch
@@ -150,6 +174,8 @@ def run(
         arguments += ["--checkpoint", str(checkpoint)]
     if save_every is not None:
         arguments += ["--save-every", str(save_every)]
+    if compile is not None:
+        arguments += ["--compile", compile]
     with tempfile.TemporaryDirectory() as folder:
         launch(
             [*arguments, "--results", folder],
@@ -164,16 +190,22 @@ def _measured(plan: Plan, folder: Path) -> str:
     from autoplan.training import RankResult
     from autoplan.units import format_bytes
 
-    rows = [("rank", "stage", "measured peak", "predicted peak")]
+    rows = [("rank", "stage", "measured peak", "predicted peak", "error")]
+    reserves = set()
     for rank in range(plan.mesh.world_size):
         result = codec.loads(RankResult, (folder / f"rank{rank}.json").read_text())
-        predicted = plan.predicted.peak_memory_bytes[result.stage]
-        rows.append(
-            (
-                str(rank),
-                str(result.stage),
-                format_bytes(result.peak_bytes),
-                format_bytes(predicted),
-            )
-        )
-    return table(rows)
+        predicted = plan.predicted.tensor_peak_bytes(result.stage)
+        reserves.add(plan.predicted.memory_by_category[result.stage].get("reserve", 0))
+        sizes = (format_bytes(result.peak_bytes), format_bytes(predicted))
+        error = predicted / result.peak_bytes - 1
+        rows.append((str(rank), str(result.stage), *sizes, f"{error:+.1%}"))
+    return f"{table(rows)}\n{_reserve_line(reserves)}"
+
+
+def _reserve_line(reserves: set[int]) -> str:
+    from autoplan.units import format_bytes
+
+    return (
+        f"both are of tensors; the plan keeps {format_bytes(max(reserves))} more for the context, "
+        "the allocator and the communicators"
+    )

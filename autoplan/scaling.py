@@ -7,10 +7,10 @@ the graph is the same. Two traces give both; anything that is not a number must 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from typing import Any
 
-from autoplan import codec
 from autoplan.graph import Placement, Trace
 
 __all__ = ["interpolate"]
@@ -34,11 +34,15 @@ def interpolate(low: Trace, high: Trace, rows: int) -> Trace | None:
     """
     a, b = low.microbatch_size, high.microbatch_size
     try:
-        document = _affine(codec.encode(low), codec.encode(high), a, b, rows)
+        found: Trace = _affine(low, high, a, b, rows)
     except _Different:
         return None
-    found = codec.decode(Trace, document, "trace")
     return replace(found, microbatch_size=rows)
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    return tuple(own.name for own in fields(kind))
 
 
 def _affine(low: Any, high: Any, a: int, b: int, rows: int, key: str = "") -> Any:
@@ -46,14 +50,21 @@ def _affine(low: Any, high: Any, a: int, b: int, rows: int, key: str = "") -> An
         raise _Different
     if key in _IGNORED:
         return ""
+    if is_dataclass(low) and not isinstance(low, type):
+        names = _field_names(type(low))
+        values = {
+            name: _affine(getattr(low, name), getattr(high, name), a, b, rows, name)
+            for name in names
+        }
+        return type(low)(**values)
     if isinstance(low, dict):
         if low.keys() != high.keys():
             raise _Different
         return {k: _affine(v, high[k], a, b, rows, k) for k, v in low.items()}
-    if isinstance(low, list):
+    if isinstance(low, tuple):
         if len(low) != len(high):
             raise _Different
-        return [_affine(x, y, a, b, rows, key) for x, y in zip(low, high, strict=True)]
+        return tuple([_affine(x, y, a, b, rows, key) for x, y in zip(low, high, strict=True)])
     if isinstance(low, int) and not isinstance(low, bool):
         slope, rest = divmod(high - low, b - a)
         if rest:

@@ -197,6 +197,7 @@ class _Script:
             read = self._function("denominators", compiled, means, ())
         contents = root_contents(self.model, program, stage)
         dtype = torch.bfloat16 if self.plan.mixed_precision == "bfloat16" else None
+        slices = self.plan.slices
         arguments = {
             "run": run,
             "calls": "{\n" + "\n".join(calls) + "\n    }",
@@ -204,8 +205,8 @@ class _Script:
             "side": repr(tuple(stage.side_states.values())) if stage.side_states else "",
             "constants": self._constants(stage),
             "batch": repr(tuple(program.inputs.index(n) for n in stage.batch_inputs)),
-            "inputs": repr(crossing_metas(program, stage.inputs, dtype)),
-            "outputs": repr(crossing_metas(program, stage.outputs, dtype)),
+            "inputs": repr(crossing_metas(program, stage.inputs, dtype, slices=slices)),
+            "outputs": repr(crossing_metas(program, stage.outputs, dtype, slices=slices)),
             "computes_loss": repr(program.loss in stage.outputs),
             "changed": repr(changed_states(program, stage)),
             "denominators": repr(tuple(found)) if found else "",
@@ -346,7 +347,7 @@ class _Script:
         )
         ties = {n: f for n, f in program.aliases.items() if n != f}
         arguments = {
-            "mesh": f"Degrees(dp={plan.mesh.dp}, tp={plan.mesh.tp}, pp={plan.mesh.pp})",
+            "mesh": repr(plan.mesh).replace("Mesh(", "Degrees(", 1),
             "zero_stage": repr(plan.zero_stage),
             "schedule": repr(plan.schedule),
             "num_microbatches": repr(plan.num_microbatches),

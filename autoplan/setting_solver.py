@@ -6,13 +6,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from autoplan.cluster import Cluster
 from autoplan.costs import TICK_S, Pricer
 from autoplan.frontiers import Decision
 from autoplan.graph import Trace
 from autoplan.interleaving import dealt, even_rank_ends, rank_cuts
 from autoplan.search.evaluate import block_options, stage_costs
 from autoplan.search.pipeline import solve_pipeline
-from autoplan.search.problem import BlockOption, PipelineProblem, PipelineSolution, Run
+from autoplan.search.problem import (
+    SLOWNESS_UNIT,
+    BlockOption,
+    PipelineProblem,
+    PipelineSolution,
+    Run,
+    Status,
+)
 from autoplan.settings import Setting
 from autoplan.stage_ends import even_stage_ends, holders
 
@@ -23,6 +31,9 @@ __all__ = ["pipeline_problem", "solve_setting"]
 
 _MAX_REPAIRS = 8
 _UNEVEN = 0.01  # by which stages of a rank may make a step longer than even ones would
+_GRAIN_BITS = 12  # a stage's time is rounded up by 2**-12 of it at most, 0.025 %
+_ONCE_GRAIN_BITS = 10  # what is paid once a step by 2**-10 of the step at most, 0.1 %
+_MOST_EXACT_BLOCKS = 16
 
 
 def solve_setting(
@@ -35,14 +46,69 @@ def solve_setting(
     model finds a stage above its capacity, the stage gets that much less and the problem is
     solved again, so that what is returned fits exactly.
     """
-    problem, per_call = pipeline_problem(planner, setting)
+    pricer = planner.pricer(setting.microbatch_size)
+    best: PipelineSolution | None = None
+    bounds: list[int] = []
+    for is_sliced in reversed(pricer.borders(setting.tp)):
+        # Whole activations are simpler, so they win where both are as fast.
+        below = cutoff if best is None else best.objective + 1
+        solution = _solve_borders(planner, setting, is_sliced, below, time_limit_s)
+        if solution.status != "infeasible":
+            bounds.append(solution.bound)
+        if solution.options:
+            best = solution
+        elif best is None:
+            without = solution
+    if best is None:
+        status: Status = "unknown" if bounds else "infeasible"
+        return replace(without, status=status, bound=min(bounds, default=without.bound))
+    bound = min(*bounds, best.objective)
+    status = "optimal" if bound == best.objective else "feasible"
+    return replace(best, status=status, bound=bound)
+
+
+def _solve_borders(
+    planner: Planner,
+    setting: Setting,
+    is_sequence_parallel: bool,
+    cutoff: int | None,
+    time_limit_s: float,
+) -> PipelineSolution:
+    """Return the best cuts and options where activations cross the borders of blocks in one way."""
+    problem, per_call = pipeline_problem(planner, setting, is_sequence_parallel)
+    if cutoff is not None:
+        fastest = _solved(setting, _at_best(problem), cutoff, time_limit_s)
+        if fastest.status == "infeasible":
+            return fastest
     capacities = (_calibrated(planner, setting, problem, per_call), problem.capacity)
     for capacity in dict.fromkeys(capacities):
         start = replace(problem, capacity=capacity)
         solution, is_first = _repaired(planner, setting, start, per_call, cutoff, time_limit_s)
         if solution.options or is_first:
             break
-    return solution
+    return replace(solution, variant=int(is_sequence_parallel))
+
+
+def _at_best(problem: PipelineProblem) -> PipelineProblem:
+    """Return a relaxation without memory, in which every block is at its best in all numbers."""
+    runs = tuple(
+        Run(
+            count=run.count,
+            options=(
+                BlockOption(
+                    forward=min(o.forward + o.backward for o in run.options),
+                    backward=0,
+                    once=min(o.once for o in run.options),
+                    kept=0,
+                    static=0,
+                    working=0,
+                ),
+            ),
+        )
+        for run in problem.runs
+    )
+    none = (0,) * problem.num_stages
+    return replace(problem, runs=runs, fixed=none, capacity=none)
 
 
 def _repaired(
@@ -63,14 +129,17 @@ def _repaired(
             solution = dealt(pricer.trace, problem, solution, setting.virtual_stages)
         chosen = [d[o] for d, o in zip(per_call, solution.options, strict=True)]
         price = pricer.plan_price(setting, solution.ends, chosen)
-        excess = [m.peak - planner.cluster.total_bytes for m in price.memory]
+        totals = [cluster.total_bytes for cluster in stage_clusters(planner.cluster, setting)]
+        excess = [m.peak - total for m, total in zip(price.memory, totals, strict=True)]
         if max(excess) <= 0:
             if setting.virtual_stages > 1:
                 solution = _as_dealt(planner, solution, price.step_time_s, cutoff)
             return solution, False
+        # Below what this answer takes by the linear memory, or the same answer would come again.
+        linear = [cost.memory for cost in stage_costs(problem, solution.ends, solution.options)]
         capacity = tuple(
-            c - max(0, -(-over // pricer.memory_unit))
-            for c, over in zip(problem.capacity, excess, strict=True)
+            used - -(-over // pricer.memory_unit) if over > 0 else room
+            for room, used, over in zip(problem.capacity, linear, excess, strict=True)
         )
         problem = replace(problem, capacity=capacity)
     none = PipelineSolution(
@@ -136,8 +205,10 @@ def _calibrated(
         solution = dealt(pricer.trace, problem, solution, setting.virtual_stages)
     chosen = [d[o] for d, o in zip(per_call, solution.options, strict=True)]
     price = pricer.plan_price(setting, solution.ends, chosen)
-    reserve = planner.cluster.reserved_bytes
-    exact = [-(-(m.peak - reserve) // pricer.memory_unit) for m in price.memory]
+    exact = [
+        -(-(m.peak - cluster.reserved_bytes) // pricer.memory_unit)
+        for m, cluster in zip(price.memory, stage_clusters(planner.cluster, setting), strict=True)
+    ]
     return tuple(
         capacity + max(0, have - need)
         for capacity, have, need in zip(problem.capacity, linear, exact, strict=True)
@@ -145,16 +216,22 @@ def _calibrated(
 
 
 def pipeline_problem(
-    planner: Planner, setting: Setting
+    planner: Planner, setting: Setting, is_sequence_parallel: bool = False
 ) -> tuple[PipelineProblem, list[tuple[Decision, ...]]]:
-    """Return the pipeline problem of a setting, and the decisions of each of its calls."""
+    """Return the pipeline problem of a setting, and the decisions of each of its calls.
+
+    With `is_sequence_parallel` activations cross the borders of blocks, and of stages, as slices
+    of tokens, one per tensor-parallel rank.
+    """
     pricer = planner.pricer(setting.microbatch_size)
     live = setting.live()
     runs: list[Run] = []
     per_call: list[tuple[Decision, ...]] = []
     previous: Any = None
     for call, trace_call in enumerate(pricer.trace.calls):
-        decisions = pricer.decisions(trace_call.block, setting.tp)
+        decisions = pricer.decisions(
+            trace_call.block, setting.tp, is_sequence_parallel=is_sequence_parallel
+        )
         per_call.append(decisions)
         is_last = call == len(pricer.trace.calls) - 1
         options = tuple(
@@ -167,7 +244,8 @@ def pipeline_problem(
         else:
             runs.append(Run(count=1, options=options))
         previous = key
-    return _pipeline(planner, setting, pricer, tuple(runs), live), per_call
+    fastest = [decisions[0] for decisions in per_call]
+    return _pipeline(planner, setting, tuple(runs), fastest, is_sequence_parallel), per_call
 
 
 def _by_rank(option: BlockOption, setting: Setting) -> BlockOption:
@@ -185,34 +263,74 @@ def _even_ends(trace: Trace, setting: Setting) -> tuple[int, ...]:
 
 
 def _pipeline(
-    planner: Planner, setting: Setting, pricer: Pricer, runs: tuple[Run, ...], live: tuple[int, ...]
+    planner: Planner,
+    setting: Setting,
+    runs: tuple[Run, ...],
+    fastest: Sequence[Decision],
+    is_sliced: bool,
 ) -> PipelineProblem:
+    pricer, live = planner.pricer(setting.microbatch_size), setting.live()
     unit = pricer.memory_unit
     num_calls = len(pricer.trace.calls)
     crossing = max(pricer.trace.crossing_bytes, default=0) if setting.pp > 1 else 0
-    fastest = [pricer.decisions(c.block, setting.tp)[0] for c in pricer.trace.calls]
+    if is_sliced:
+        crossing = -(-crossing // setting.tp)
     side = pricer.side_bytes(range(num_calls), fastest, setting.tp)
+    grain, once_grain = _grains(runs, setting)
     fixed, boundary = [], []
     v = setting.virtual_stages
-    slowest_cut_s = _slowest_cut_s(setting, pricer) if setting.pp > 1 else 0.0
+    slowest_cut_s = _slowest_cut_s(setting, pricer, is_sliced) if setting.pp > 1 else 0.0
     for stage in range(setting.pp):
         neighbours = 2 * v - (stage == 0) - (stage == setting.pp - 1)
         transfer = crossing * v * _transfer_copies(setting, stage, live[stage])
         nbytes = side * v * live[stage] + pricer.batch_bytes(setting) + transfer
         fixed.append(-(-nbytes // unit))
-        seconds = neighbours * slowest_cut_s
+        seconds = neighbours * slowest_cut_s + 2 * v * pricer.action_s(setting)
         boundary.append(-int(-seconds // TICK_S))
     return PipelineProblem(
         runs=runs,
         num_microbatches=setting.num_microbatches * v,
         live=live,
-        capacity=(planner.cluster.capacity_bytes // unit,) * setting.pp,
+        capacity=tuple(
+            cluster.capacity_bytes // unit for cluster in stage_clusters(planner.cluster, setting)
+        ),
+        slowness=_slowness(planner, setting, pricer),
         fixed=tuple(fixed),
         boundary=tuple(boundary),
+        grain=grain,
+        once_grain=once_grain,
         cut_allowed=_cuts(planner, setting, pricer.trace),
         min_blocks=v,
         anchors=holders(pricer.trace) if setting.pp > 1 else (),
     )
+
+
+def stage_clusters(cluster: Cluster, setting: Setting) -> tuple[Cluster, ...]:
+    """Return the cluster as each stage sees it."""
+    return tuple(cluster.on_stage(setting, stage) for stage in range(setting.pp))
+
+
+def _slowness(planner: Planner, setting: Setting, pricer: Pricer) -> tuple[int, ...]:
+    """Return per stage the time of its type of device, relative to the first; empty if alike."""
+    if not planner.cluster.slower:
+        return ()
+    return tuple(
+        round(SLOWNESS_UNIT * pricer.slowness(setting, stage)) for stage in range(setting.pp)
+    )
+
+
+def _grains(runs: Sequence[Run], setting: Setting) -> tuple[int, int]:
+    """Return ticks of a stage's time and once that are not told apart; 1 where blocks are few.
+
+    Long chains have so many mixes of almost equal time that to tell them apart would take longer
+    than a step that is slower by the grain is worth.
+    """
+    if sum(run.count for run in runs) <= _MOST_EXACT_BLOCKS:
+        return 1, 1
+    total = sum(run.count * min(o.forward + o.backward for o in run.options) for run in runs)
+    stage = total // setting.pp
+    steps = setting.num_microbatches * setting.virtual_stages + setting.pp - 1
+    return max(1, stage >> _GRAIN_BITS), max(1, stage * steps >> _ONCE_GRAIN_BITS)
 
 
 def _cuts(planner: Planner, setting: Setting, trace: Trace) -> tuple[bool, ...]:
@@ -225,9 +343,9 @@ def _cuts(planner: Planner, setting: Setting, trace: Trace) -> tuple[bool, ...]:
     return ()
 
 
-def _slowest_cut_s(setting: Setting, pricer: Pricer) -> float:
+def _slowest_cut_s(setting: Setting, pricer: Pricer, is_sliced: bool) -> float:
     cuts = range(1, len(pricer.trace.calls))
-    return max((pricer.boundary_s(setting, cut) for cut in cuts), default=0.0)
+    return max((pricer.boundary_s(setting, cut, is_sliced=is_sliced) for cut in cuts), default=0.0)
 
 
 def _transfer_copies(setting: Setting, stage: int, live: int) -> int:

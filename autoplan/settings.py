@@ -12,6 +12,7 @@ from autoplan.cluster import Cluster
 from autoplan.engines import AUTOPLAN, Engine
 from autoplan.graph import Trace
 from autoplan.limits import LIMITED_KEYS, Limits
+from autoplan.meshes import AXIS_ORDERS, AxisOrder
 from autoplan.schedules import MULTI_STAGE, enough_rounds, in_flight
 
 __all__ = [
@@ -33,14 +34,15 @@ PIN_KEYS = (
     "zero_stage",
     "microbatch_size",
     "num_microbatches",
+    "virtual_stages",
+    "dp_replicate",
+    "axis_order",
     "recompute",
     "schedule",
-    "virtual_stages",
 )
 NO_LIMITS = Limits()
 OFFLOADS = ("optimizer", "activations")
 Schedule = Literal["none", "1f1b", "gpipe", "interleaved", "zero_bubble"]
-_RECOMPUTE = ("none", "full", "selective")
 _MAX_MICROBATCH_ROWS = 64
 
 
@@ -128,6 +130,8 @@ class Setting:
             (Narayanan et al. 2021, section 2.2).
         offload: `optimizer`: shards of parameters, gradients and optimizer state lie in host
             memory and the optimizer steps there; with ZeRO 3 only, on one device too.
+        dp_replicate: replicas of what ZeRO shards; see `autoplan.plan.Mesh`.
+        axis_order: of the axes over ranks, innermost first.
     """
 
     dp: int
@@ -139,34 +143,44 @@ class Setting:
     schedule: Schedule
     virtual_stages: int = 1
     offload: Literal["none", "optimizer"] = "none"
+    dp_replicate: int = 1
+    axis_order: AxisOrder = "tp-dp-pp"
 
     def __str__(self) -> str:
-        return (
+        text = (
             f"dp={self.dp} tp={self.tp} pp={self.pp} zero={self.zero_stage} "
             f"mbs={self.microbatch_size} m={self.num_microbatches}"
             + (f" v={self.virtual_stages}" if self.virtual_stages > 1 else "")
             + ("" if self.schedule in _USUAL_SCHEDULES else f" {self.schedule}")
             + (" offload" if self.offload != "none" else "")
         )
+        if self.dp_replicate > 1:
+            text += f" dp_replicate={self.dp_replicate}"
+        return text if self.axis_order == AXIS_ORDERS[0] else f"{text} {self.axis_order}"
 
     @property
     def simplicity(self) -> tuple[int, ...]:
         """Return the order in which ties are broken: fewer ways of being parallel first."""
-        return (
-            int(self.offload != "none"),
-            self.pp,
-            self.tp,
-            self.zero_stage,
-            self.num_microbatches,
-            self.dp,
-            self.virtual_stages,
-            _SCHEDULES.index(self.schedule),
-        )
+        is_offloaded = int(self.offload != "none")
+        degrees = (self.pp, self.tp, self.zero_stage, self.num_microbatches, self.dp)
+        placed = (self.dp_replicate, AXIS_ORDERS.index(self.axis_order))
+        scheduled = (self.virtual_stages, _SCHEDULES.index(self.schedule))
+        return (is_offloaded, *degrees, *placed, *scheduled)
 
     @property
     def world_size(self) -> int:
         """Return dp * tp * pp."""
         return self.dp * self.tp * self.pp
+
+    @property
+    def dp_shard(self) -> int:
+        """Return over how many ranks ZeRO shards what it shards."""
+        return self.dp // self.dp_replicate
+
+    @property
+    def shards(self) -> int:
+        """Return into how many parts ZeRO divides optimizer states: 1 for stage 0."""
+        return self.dp_shard if self.zero_stage >= 1 else 1
 
     def live(self) -> tuple[int, ...]:
         """Return per rank of the pipeline the micro-batches that are alive at once.
@@ -188,6 +202,12 @@ _CHUNKS = (2, 4, 8)  # that are searched; any other number can be pinned
 _SCHEDULES = ("none", "1f1b", "gpipe", "interleaved", "zero_bubble")
 _SEARCHED = ("1f1b", "gpipe", "interleaved")
 _USUAL_SCHEDULES = ("none", "1f1b", "interleaved")  # these need no word beside pp and v
+_WORDS = {
+    "recompute": ("none", "full", "selective"),
+    "axis_order": AXIS_ORDERS,
+    "schedule": _SEARCHED,
+}
+_PLAIN = (1, AXIS_ORDERS[0])  # no replicas, tp-dp-pp
 _ARGUMENTS = ("batch", "batch_dim", "global_batch_size", "loss_fn", "optimizer", "within", "forbid")
 
 
@@ -202,14 +222,11 @@ def check_pins(pins: Mapping[str, Any]) -> None:
             near = get_close_matches(key, [*PIN_KEYS, *_ARGUMENTS], n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise ValueError(f"cannot pin {key!r}{hint}; allowed are {', '.join(PIN_KEYS)}")
-        if key == "recompute":
-            if value not in _RECOMPUTE:
-                raise ValueError(f"recompute={value!r}; allowed are {', '.join(_RECOMPUTE)}")
-        elif key == "schedule":
-            if value not in _SEARCHED:
+        if key in _WORDS:
+            if value not in _WORDS[key]:
                 raise ValueError(
-                    f"schedule={value!r}; allowed are {', '.join(_SEARCHED)} (autoplan.estimate "
-                    "prices zero_bubble too)"
+                    f"{key}={value!r}; allowed are {', '.join(_WORDS[key])}"
+                    + (" (autoplan.estimate prices zero_bubble too)" * (key == "schedule"))
                 )
         elif not isinstance(value, int) or isinstance(value, bool) or value < (key != "zero_stage"):
             least = int(key != "zero_stage")
@@ -233,7 +250,9 @@ def settings_of(
     Rules: dp * tp * pp is the number of devices; tp stays inside a node; there are at least as many
     blocks with parameters (`num_blocks`) as stages; the batch divides into dp * num_microbatches *
     microbatch_size; 1F1B has at least as many micro-batches as stages, fewer pass by GPipe;
-    interleaved stages need a multiple of the ranks, and one of `num_alike` alike blocks each;
+    interleaved stages need a multiple of the ranks, and one of `num_alike` alike blocks each, and
+    are not beside devices of several types, replicas, another order of the axes or an offloaded
+    optimizer, whose prices are not held against runs of several stages a rank;
     without data parallelism there is nothing to shard, unless the shards may lie on the host.
     """
     world = devices or cluster.world_size
@@ -258,11 +277,20 @@ def _unlimited(
             is_pinned_off = pins.get("tp", tp) != tp or pins.get("dp", dp) != dp
             if is_pinned_off or (tp > cluster.gpus_per_node and "tp" not in pins):
                 continue
-            yield from _batch_settings(dp, tp, pp, workload, pins, num_alike // pp)
+            for placed in _placements(cluster, dp, tp, pp, pins):
+                chunks = 0 if cluster.slower or placed != _PLAIN else num_alike // pp
+                yield from _batch_settings(dp, tp, pp, workload, pins, *placed, chunks)
 
 
 def _batch_settings(
-    dp: int, tp: int, pp: int, workload: Workload, pins: Mapping[str, Any], most_chunks: int
+    dp: int,
+    tp: int,
+    pp: int,
+    workload: Workload,
+    pins: Mapping[str, Any],
+    dp_replicate: int,
+    axis_order: AxisOrder,
+    most_chunks: int,
 ) -> Iterator[Setting]:
     if workload.global_batch_size % dp:
         return
@@ -278,9 +306,11 @@ def _batch_settings(
         if m < pp <= rows and not is_pinned and "schedule" not in pins:
             continue
         for zero, offload in _sharding(dp, workload):
-            if pins.get("zero_stage", zero) != zero:
+            if pins.get("zero_stage", zero) != zero or (zero == 0 and dp_replicate > 1):
                 continue
             for schedule, chunks in _schedules(pp, m, most_chunks, pins):
+                if chunks > 1 and offload != "none":
+                    continue
                 yield Setting(
                     dp=dp,
                     tp=tp,
@@ -291,6 +321,8 @@ def _batch_settings(
                     schedule=schedule,
                     virtual_stages=chunks,
                     offload=offload,
+                    dp_replicate=dp_replicate,
+                    axis_order=axis_order,
                 )
 
 
@@ -316,6 +348,36 @@ def _schedules(
         for chunks in tried:
             if 1 < chunks <= most_chunks:
                 yield "interleaved", chunks
+
+
+def _placements(
+    cluster: Cluster, dp: int, tp: int, pp: int, pins: Mapping[str, Any]
+) -> Iterator[tuple[int, AxisOrder]]:
+    """Yield (dp_replicate, axis_order) worth trying, or pinned.
+
+    Pipelines inside nodes are worth it only where they fit into one, and would cross nodes
+    otherwise. Replicas are worth it only of shards that lie in one node and are as many as do:
+    fewer shards make no collective faster, and need more memory.
+    """
+    gpus = cluster.gpus_per_node
+    for order in AXIS_ORDERS:
+        inside = 1 if order == "tp-dp-pp" else pp
+        fits = dp > 1 and pp > 1 and gpus % (tp * pp) == 0 and gpus < dp * tp * pp
+        if pins.get("axis_order", order) != order:
+            continue
+        if order != AXIS_ORDERS[0] and "axis_order" not in pins and not fits:
+            continue
+        near = gpus // (tp * inside)
+        shard = max((d for d in _divisors(dp) if d <= near and near % d == 0), default=1)
+        hybrid = [dp // shard] if 1 < shard < dp else []
+        for replicas in dict.fromkeys((1, *hybrid, *_pinned_replicas(dp, pins))):
+            if pins.get("dp_replicate", replicas) == replicas:
+                yield replicas, order
+
+
+def _pinned_replicas(dp: int, pins: Mapping[str, Any]) -> tuple[int, ...]:
+    wanted = pins.get("dp_replicate", 1)
+    return (wanted,) if dp % wanted == 0 and wanted < dp else ()
 
 
 def _sharding(dp: int, workload: Workload) -> Iterator[tuple[int, Literal["none", "optimizer"]]]:
@@ -359,10 +421,27 @@ def broken_rules(
             f"1F1B over pp={pp} stages needs as many micro-batches, dp={dp} leaves "
             f"{batch // (dp * size)}"
         )
+    replicas = pins.get("dp_replicate", 1)
+    if replicas > 1 and "dp" in pins and (dp % replicas or replicas >= dp):
+        found.append(f"dp_replicate={replicas} must divide dp={dp} and be below it")
+    if replicas > 1 and pins.get("zero_stage", 1) == 0:
+        found.append(f"dp_replicate={replicas} replicates what ZeRO shards: zero_stage above 0")
     is_whole = dp == 1 and not (workload.offload and pins.get("zero_stage") == 3)
     if pins.get("zero_stage", 0) and is_whole and ("dp" in pins or {"tp", "pp"} <= given.keys()):
         found.append(f"zero_stage={pins['zero_stage']} shards over dp, which is 1")
-    return tuple(found)
+    return (*found, *_unmixed_rules(cluster, pins))
+
+
+def _unmixed_rules(cluster: Cluster, pins: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the space does not have beside several stages a rank, where both are asked for."""
+    if pins.get("virtual_stages", 1) == 1 and pins.get("schedule") != "interleaved":
+        return
+    if cluster.slower:
+        yield "several stages a rank are searched on devices of one type only"
+    if pins.get("dp_replicate", 1) > 1:
+        yield "several stages a rank are searched without dp_replicate"
+    if pins.get("axis_order", AXIS_ORDERS[0]) != AXIS_ORDERS[0]:
+        yield f"several stages a rank are searched with axis_order={AXIS_ORDERS[0]} only"
 
 
 def shared_states(trace: Trace) -> dict[int, frozenset[str]]:

@@ -144,11 +144,13 @@ class FsdpSharder:
         zero_stage: as planned.
         is_hidden: the pipeline runtime does not see the root, which then reduces gradients in every
             micro-batch.
+        has_replicas: shards are summed over replicas, once a step where micro-batches are a loop.
     """
 
     root: FSDPModule
     zero_stage: int
     is_hidden: bool
+    has_replicas: bool = False
 
     def before_step(self, num_microbatches: int) -> None:
         if self.is_hidden and self.zero_stage == 2:
@@ -158,6 +160,8 @@ class FsdpSharder:
         is_last = index == num_microbatches - 1
         if self.zero_stage < 3:
             self.root.set_reshard_after_backward(is_last)
+        if self.has_replicas:
+            self.root.set_requires_all_reduce(is_last)
         if self.zero_stage < 2:
             self.root.set_requires_gradient_sync(is_last)
             self.root.set_is_last_backward(is_last)
@@ -208,7 +212,8 @@ def shard(
         root: holds the parameters of glue itself, and the blocks.
         blocks: modules that become units of their own, in execution order.
         zero_stage: 0 to 3.
-        mesh: the one-dimensional data-parallel mesh; of size 1 it matters for mixed precision only.
+        mesh: the data-parallel mesh; of size 1 it matters for mixed precision only. With two axes,
+            parameters are sharded over the second and replicated over the first.
         is_mixed: compute in bfloat16 and reduce in float32.
         is_pipeline: several stages; ZeRO 2 and 3 then hide the root from torch's runtime.
         offload: `optimizer`: shards and their gradients lie in host memory.
@@ -243,7 +248,12 @@ def shard(
     else:
         wrap(root, reshard_after_forward=zero_stage == 3 and is_pipeline)
     assert isinstance(root, FSDPModule), "the stage root was not wrapped"
-    return FsdpSharder(root, zero_stage, is_hidden=is_pipeline and zero_stage >= 2)
+    return FsdpSharder(
+        root,
+        zero_stage,
+        is_hidden=is_pipeline and zero_stage >= 2,
+        has_replicas=mesh.ndim > 1,
+    )
 
 
 def _offload_policy(offload: str, mesh: DeviceMesh) -> dict[str, OffloadPolicy]:

@@ -132,7 +132,10 @@ def price_strategy(planner: Planner, name: str, setting: Setting, recompute: str
     price = pricer.plan_price(setting, ends, decisions)
     row = Simpler(
         name=name,
-        fits=price.peak_memory_bytes <= planner.cluster.total_bytes,
+        fits=all(
+            memory.peak <= pricer.on_stage(setting, stage).cluster.total_bytes
+            for stage, memory in enumerate(price.memory)
+        ),
         peak_memory_bytes=price.peak_memory_bytes,
         step_time_s=price.step_time_s,
         note=f"micro-batches of {setting.microbatch_size}",

@@ -62,6 +62,7 @@ class GroupBytes:
         early_grads: bytes of gradients that this block's backward makes first, of parameters that
             count with an earlier block of the stage, such as a tied embedding.
         late_grads: bytes of this block's gradients that a later block makes first.
+        trained_tensors: how many parameters get a gradient.
     """
 
     stored: int
@@ -71,6 +72,7 @@ class GroupBytes:
     largest: int = 0
     early_grads: int = 0
     late_grads: int = 0
+    trained_tensors: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autoplan.costs import Pricer
 from autoplan.frontiers import Decision
 from autoplan.settings import Setting
 from autoplan.stage_costs import BlockCosts, BlockSeconds, PlanCosts, StageCosts
-from autoplan.step_costs import regathers, slowdown_s
+from autoplan.step_costs import data_parallel_link, interference, regathers, slowdown_s
 
 __all__ = ["plan_costs"]
 
@@ -28,20 +29,25 @@ def plan_costs(
     spans = [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
     stages = []
     for stage, calls in enumerate(spans):
+        on_stage = pricer.on_stage(setting, stage % setting.pp)
         chosen = [decisions[c] for c in calls]
         sizes = pricer.stage_blocks(calls, chosen, setting)
         own = [
-            BlockCosts(seconds=_seconds(pricer, setting, c, decisions[c]), bytes=nbytes)
+            BlockCosts(seconds=_seconds(on_stage, setting, c, decisions[c]), bytes=nbytes)
             for c, nbytes in zip(calls, sizes, strict=True)
         ]
+        own[0] = _with_action(own[0], pricer.action_s(setting))
         blocks = tuple(
             _named(names, _title(pricer, c), block) for c, block in zip(calls, own, strict=True)
         )
         part = pricer.part_bytes(setting, stage, spans, chosen)
+        is_sliced = chosen[0].is_sequence_parallel
         stages.append(
             StageCosts(
                 blocks=blocks,
-                send_s=pricer.boundary_s(setting, calls[-1] + 1) if stage < len(spans) - 1 else 0.0,
+                send_s=pricer.sent_s(setting, calls[-1] + 1, stage, is_sliced)
+                if stage < len(spans) - 1
+                else 0.0,
                 side_bytes=part.side,
                 input_bytes=pricer.batch_bytes(setting),
                 entering_bytes=part.entering,
@@ -59,6 +65,19 @@ def plan_costs(
     )
 
 
+def _with_action(block: BlockCosts, action_s: float) -> BlockCosts:
+    """Return the first block of a stage with what the host takes for its action."""
+    seconds = block.seconds
+    if action_s == 0:
+        return block
+    return replace(
+        block,
+        seconds=replace(
+            seconds, forward=seconds.forward + action_s, backward=seconds.backward + action_s
+        ),
+    )
+
+
 def _title(pricer: Pricer, call: int) -> str:
     return pricer.trace.blocks[pricer.trace.calls[call].block].name
 
@@ -69,17 +88,19 @@ def _seconds(pricer: Pricer, setting: Setting, call: int, decision: Decision) ->
     base = pricer.base(block, decision, setting.tp)
     group = pricer.own_group(call, decision, setting)
     gather_s, reduce_s = pricer.zero_seconds(group, setting)
+    host_forward_s, host_backward_s = pricer.host_seconds(base, group, setting)
     slow_forward_s = slow_backward_s = 0.0
     if pricer.overlaps(setting):
         gathered_s = gather_s if setting.zero_stage == 3 else 0.0
         is_gathered_again = regathers(setting, is_glue=pricer.trace.blocks[block].is_glue)
         regathered_s = gather_s if is_gathered_again else 0.0
         reduced_s = reduce_s if setting.zero_stage >= 2 else 0.0
-        slow_forward_s = slowdown_s(gathered_s, base.forward_s)
-        slow_backward_s = slowdown_s(regathered_s + reduced_s, base.backward_s)
+        slowed = interference(data_parallel_link(setting, pricer.cluster))
+        slow_forward_s = slowdown_s(gathered_s, base.forward_s, slowed)
+        slow_backward_s = slowdown_s(regathered_s + reduced_s, base.backward_s, slowed)
     return BlockSeconds(
-        forward=base.compute_forward_s + slow_forward_s + base.away_s,
-        backward=base.compute_backward_s + slow_backward_s + base.away_s,
+        forward=base.compute_forward_s + host_forward_s + slow_forward_s + base.away_s,
+        backward=base.compute_backward_s + host_backward_s + slow_backward_s + base.away_s,
         weight_backward=base.weight_backward_s,
         recompute=base.redo_s - base.redo_comm_s,
         forward_tensor_parallel=base.comm_forward_s,

@@ -19,6 +19,7 @@ from autoplan.autocast import in_autocast
 from autoplan.errors import EmitError
 from autoplan.executor import CompiledFunction, Writer
 from autoplan.program import Op, Program, Ref, TensorMeta, map_refs
+from autoplan.tensor_layout import leaving_placement
 
 __all__ = [
     "RootContents",
@@ -351,18 +352,27 @@ def find_state(root: nn.Module, fqn: str) -> tuple[dict[str, Any], str]:
 
 
 def crossing_metas(
-    program: Program, names: Sequence[str], compute_dtype: torch.dtype | None
+    program: Program, names: Sequence[str], compute_dtype: torch.dtype | None, *, slices: int = 1
 ) -> tuple[TensorMeta, ...]:
     """Return the metas of values that leave a stage, in the dtype that the stage computes in.
 
-    The loss leaves the last stage as one float32 number per micro-batch.
+    Args:
+        program: the captured model.
+        names: of the values.
+        compute_dtype: of the stage; None: as captured.
+        slices: tensor-parallel degree where activations cross as slices of tokens, else 1.
+
+    The loss leaves the last stage as one number per micro-batch, in its own dtype.
     """
     metas = []
     for name in names:
         if name == program.loss:
-            metas.append(TensorMeta((1,), torch.float32, True))
+            metas.append(TensorMeta((1,), program.metas[name].dtype, True))
             continue
         meta = program.metas[name]
+        if meta.requires_grad and leaving_placement(meta.shape, slices, slices > 1) != "R":
+            rows, tokens, features = meta.shape
+            meta = replace(meta, shape=(rows, tokens // slices, features))
         if compute_dtype is not None and meta.dtype.is_floating_point:
             meta = TensorMeta(meta.shape, compute_dtype, meta.requires_grad)
         metas.append(meta)

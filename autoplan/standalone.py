@@ -14,11 +14,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.calls import BoundCall, install
+from autoplan.device_meshes import make_device_mesh, sharding_mesh
 from autoplan.entries import Entry, leaving
 from autoplan.graph import Placement
+from autoplan.meshes import AxisOrder, ranks_of_stage
 from autoplan.microbatches import PipelinePart, pipeline_runner
 from autoplan.program import TensorMeta
 from autoplan.recompute import KeepPlan
@@ -35,11 +37,13 @@ __all__ = ["CallSpec", "Degrees", "ScriptPlan", "StageSpec", "build_stage", "mak
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Degrees:
-    """Degrees of data, tensor and pipeline parallelism."""
+    """Degrees of data, tensor and pipeline parallelism, and how ranks are numbered over them."""
 
     dp: int
     tp: int
     pp: int
+    dp_replicate: int = 1
+    axis_order: AxisOrder = "tp-dp-pp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,14 +136,13 @@ def make_mesh(plan: ScriptPlan, device: torch.device) -> DeviceMesh:
     Raises:
         ValueError: another number of processes runs.
     """
-    sizes = (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp)
-    need = sizes[0] * sizes[1] * sizes[2]
+    need = plan.mesh.dp * plan.mesh.tp * plan.mesh.pp
     if dist.get_world_size() != need:
         raise ValueError(
             f"{dist.get_world_size()} processes run, the plan is for {need}: start this script "
             f"with torchrun --nproc-per-node {need}, or that many over all nodes"
         )
-    return init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
+    return make_device_mesh(plan.mesh, plan.mesh.dp_replicate, device.type)
 
 
 def build_stage(
@@ -186,7 +189,7 @@ def build_stage(
         rows=plan.microbatch_size,
         num_microbatches=plan.num_microbatches,
         dp=plan.mesh.dp,
-        dp_rank=mesh.get_local_rank("dp"),
+        dp_rank=mesh["dp"].get_local_rank(),
         device=device,
     )
     module = ParallelModule(
@@ -214,7 +217,7 @@ def _part(
 ) -> StagePart:
     """Return a stage of this rank, which reads some of the `wanted` leaves of a batch."""
     root = build_root(model, stage.contents, device)
-    group = mesh.get_group("dp")
+    group = mesh["dp"].get_group()
     means = StepMeans(stage.denominators, _side_reader(stage, root), group, stage.values)
     stored = {name: Placement.parse(text) for name, text in plan.stored.items()}
     if plan.mesh.tp > 1:
@@ -225,7 +228,7 @@ def _part(
         root,
         [root.get_submodule(fqn) for fqn in stage.contents.modules],
         zero_stage=plan.zero_stage,
-        mesh=mesh["dp"],
+        mesh=sharding_mesh(mesh, plan.mesh.dp_replicate),
         is_mixed=plan.mixed_precision == "bfloat16",
         is_pipeline=plan.mesh.pp > 1,
         offload=plan.offload,
@@ -314,12 +317,12 @@ def make_ties(plan: ScriptPlan, model: nn.Module, mesh: DeviceMesh) -> tuple[Tie
     Makes the groups of all ranks.
     """
     own = mesh.get_local_rank("pp")
-    width = plan.mesh.dp * plan.mesh.tp
+    ranks = [ranks_of_stage(rank, plan.mesh) for rank in range(plan.mesh.pp)]
     ties = []
     for name, on in plan.shared:
-        for offset in range(width):
-            group = dist.new_group([rank * width + offset for rank in on])
-            if own in on and dist.get_rank() % width == offset:
+        for peers in zip(*(ranks[rank] for rank in on), strict=True):
+            group = dist.new_group(list(peers))
+            if dist.get_rank() in peers:
                 assert isinstance(group, dist.ProcessGroup), "this rank is in the group"
                 ties.append(Tie(fqn=name, group=group, is_counted=own == min(on)))
     return tuple(ties)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoplan.cluster import Cluster
-from autoplan.memory import GroupBytes
+from autoplan.memory import GroupBytes, uses_fsdp
+from autoplan.meshes import stride_of
 from autoplan.offload import copy_in_s, copy_out_s
+from autoplan.profiles.link import LinkProfile
 from autoplan.settings import Setting, Workload
 
 __all__ = [
     "INTERFERENCE",
     "DataParallelTimes",
     "copy_bytes",
+    "data_parallel_link",
     "data_parallel_times",
     "exposed_s",
+    "interference",
+    "is_wrapped",
     "optimizer_bytes",
     "pipeline_step_s",
     "regathers",
@@ -23,7 +28,7 @@ __all__ = [
     "transfer_s",
 ]
 
-# Kernels and collectives that run at once each take longer by this factor.
+# Kernels and collectives that run at once each take longer by this factor, unless measured.
 # Source: Hetu-Galvatron, hardware_configs/overlap_coefficient.json (1.1256), GPU not stated.
 INTERFERENCE = 1.1256
 
@@ -51,7 +56,8 @@ def data_parallel_times(
 
     Stage 3 gathers (once or twice, see `regathers`) and reduce-scatters for every micro-batch,
     stage 2 gathers once a step and reduce-scatters for every micro-batch, stage 1 does both once a
-    step; stage 0 all-reduces once a step (Rajbhandari et al. 2020, section 7;
+    step; stage 0 all-reduces once a step, each parameter for itself unless they lie in one buffer
+    (`sharders.GradientReducer`; Rajbhandari et al. 2020, section 7;
     docs/design/memory-of-fsdp.md). Gradients are reduced in float32 under mixed precision unless
     the engine says otherwise. Shards on the host are copied from and to it.
     """
@@ -62,22 +68,49 @@ def data_parallel_times(
             gather_s=copy_in_s(group, setting, cluster),
             reduce_s=copy_out_s(group, setting, cluster),
         )
-    link = cluster.link_for(setting.dp, setting.tp)
     reduced = group.trained if workload.engine.is_gradient_wide else group.gathered_grads
     if setting.zero_stage == 0:
-        return DataParallelTimes(
-            once_reduce_s=link.collective_time_s("all_reduce", reduced, setting.dp)
-        )
-    gather_s = link.collective_time_s("all_gather", group.gathered, setting.dp)
-    reduce_s = link.collective_time_s("reduce_scatter", reduced, setting.dp)
+        parts = 1 if workload.engine.has_gradient_buffer else max(1, group.trained_tensors)
+        link = cluster.link_for(setting.dp, stride_of("dp", setting))
+        reduce_s = parts * link.collective_time_s("all_reduce", reduced / parts, setting.dp)
+        return DataParallelTimes(once_reduce_s=reduce_s)
+    link, degree = data_parallel_link(setting, cluster), setting.dp_shard
+    gather_s = link.collective_time_s("all_gather", group.gathered, degree)
+    reduce_s = link.collective_time_s("reduce_scatter", reduced, degree)
+    sum_s = _replicas_s(reduced, setting, cluster)
     if setting.zero_stage == 1:
-        return DataParallelTimes(once_gather_s=gather_s, once_reduce_s=reduce_s)
-    if setting.zero_stage == 2:
-        return DataParallelTimes(once_gather_s=gather_s, reduce_s=reduce_s)
-    return DataParallelTimes(
-        gather_s=gather_s + copy_in_s(group, setting, cluster),
-        reduce_s=reduce_s + copy_out_s(group, setting, cluster),
+        return DataParallelTimes(once_gather_s=gather_s, once_reduce_s=reduce_s + sum_s)
+    is_summed_once = setting.pp == 1
+    found = DataParallelTimes(
+        reduce_s=reduce_s + (0.0 if is_summed_once else sum_s),
+        once_reduce_s=sum_s if is_summed_once else 0.0,
     )
+    if setting.zero_stage == 2:
+        return replace(found, once_gather_s=gather_s)
+    return replace(
+        found,
+        gather_s=gather_s + copy_in_s(group, setting, cluster),
+        reduce_s=found.reduce_s + copy_out_s(group, setting, cluster),
+    )
+
+
+def data_parallel_link(setting: Setting, cluster: Cluster) -> LinkProfile:
+    """Return the link of ZeRO's gathers and reduce-scatters: over one replica's shards."""
+    return cluster.link_for(setting.dp_shard, stride_of("dp", setting))
+
+
+def _replicas_s(reduced: int, setting: Setting, cluster: Cluster) -> float:
+    """Return the seconds in which a rank's shard of gradients is summed over replicas.
+
+    Hybrid sharding: an all-reduce over ranks that hold the same shard (Zhao et al. 2023, PyTorch
+    FSDP, section 3.2.2), after each reduce-scatter under a pipeline, otherwise after the last.
+    """
+    if setting.dp_replicate == 1:
+        return 0.0
+    stride = stride_of("dp", setting) * setting.dp_shard
+    link = cluster.link_for(setting.dp_replicate, stride)
+    nbytes = -(-reduced // setting.dp_shard)
+    return link.collective_time_s("all_reduce", nbytes, setting.dp_replicate)
 
 
 def regathers(setting: Setting, *, is_glue: bool) -> bool:
@@ -105,19 +138,31 @@ def copy_bytes(group: GroupBytes, setting: Setting, workload: Workload) -> tuple
     return float(gather), float(reduce + 2 * reduced * engine.divides_reduced)
 
 
-def exposed_s(communication_s: float, compute_s: float) -> float:
+def interference(link: LinkProfile) -> float:
+    """Return by how much kernels and a link's collectives slow each other: measured, if it was."""
+    return INTERFERENCE if link.interference is None else link.interference
+
+
+def exposed_s(communication_s: float, compute_s: float, slowed: float = INTERFERENCE) -> float:
     """Return by how much communication beside compute makes the compute longer.
 
-    Both slow down by `INTERFERENCE` while they run at once; what is left of the longer one runs
-    alone (Miao et al. 2022, Galvatron, section 4.1).
+    Both slow down by `slowed` while they run at once; what is left of the longer one runs alone
+    (Miao et al. 2022, Galvatron, section 4.1).
     """
     longest_s = max(communication_s, compute_s)
-    return longest_s + slowdown_s(communication_s, compute_s) - compute_s
+    return longest_s + slowdown_s(communication_s, compute_s, slowed) - compute_s
 
 
-def slowdown_s(communication_s: float, compute_s: float) -> float:
+def slowdown_s(communication_s: float, compute_s: float, slowed: float = INTERFERENCE) -> float:
     """Return by how much each of two pieces of work is longer because they run at once."""
-    return (INTERFERENCE - 1) * min(communication_s, compute_s)
+    return (slowed - 1) * min(communication_s, compute_s)
+
+
+def is_wrapped(group: GroupBytes, setting: Setting, workload: Workload) -> bool:
+    """Return whether FSDP gathers a block's parameters over data-parallel ranks by its hooks."""
+    is_mixed = workload.mixed_precision != "none"
+    has_hooks = uses_fsdp(setting, is_mixed) and not workload.engine.has_gradient_buffer
+    return has_hooks and setting.dp > 1 and group.gathered > 0
 
 
 def optimizer_bytes(group: GroupBytes, setting: Setting, workload: Workload) -> float:
@@ -126,7 +171,7 @@ def optimizer_bytes(group: GroupBytes, setting: Setting, workload: Workload) -> 
     With a gradient buffer, mixed precision also writes parameters in the dtype of the computation,
     and gradients are read once more for their norm (Megatron-LM, `clip_grads.py`).
     """
-    shards = setting.dp if setting.zero_stage >= 1 else 1
+    shards = setting.shards
     traffic = group.trained * workload.optimizer.traffic_bytes_per_byte
     if workload.engine.has_gradient_buffer:
         grads = group.trained if workload.engine.is_gradient_wide else group.gathered_grads
@@ -135,7 +180,13 @@ def optimizer_bytes(group: GroupBytes, setting: Setting, workload: Workload) -> 
 
 
 def transfer_s(
-    nbytes: int, setting: Setting, workload: Workload, cluster: Cluster, *, is_sliced: bool = False
+    nbytes: int,
+    setting: Setting,
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    stage: int | None = None,
+    is_sliced: bool = False,
 ) -> float:
     """Return the seconds of sending one micro-batch's activations over a cut, one way.
 
@@ -145,9 +196,10 @@ def transfer_s(
         workload: its engine may send a slice per tensor-parallel rank and gather it on the other
             side (Narayanan et al. 2021, section 4.1).
         cluster: the devices.
+        stage: that sends forward; None: the one whose sends take the longest way.
         is_sliced: each rank holds a slice only (sequence parallelism).
     """
-    link = cluster.link_for(2, setting.dp * setting.tp)
+    link = cluster.link_between_stages(setting, stage)
     if not is_sliced and not workload.engine.sends_slices:
         return link.collective_time_s("send", nbytes, 2)
     seconds = link.collective_time_s("send", -(-nbytes // setting.tp), 2)

@@ -95,7 +95,7 @@ def stored_placements(
     plan: Plan, program: Program, stage: StageSlice, lowered: Mapping[int, LoweredBlock]
 ) -> dict[str, Placement]:
     """Return the placement of every parameter that a stage reads, by first name."""
-    dp = plan.mesh.dp
+    dp = plan.mesh.dp // plan.mesh.dp_replicate
     is_fsdp = plan.zero_stage > 0 and dp > 1
     stored = _planned(plan, program, stage)
     shapes = {
@@ -164,6 +164,7 @@ def lower_stage(
                 degree=plan.mesh.tp,
                 rank=rank,
                 group=group,
+                is_sequence_parallel=layout is not None and layout.borders == "tokens",
             )
         lowered[block.call] = cache[key]
     return lowered

@@ -16,10 +16,11 @@ from autoplan.graph import Gemm, OpTrace, ShardOption
 from autoplan.local import LocalOp
 from autoplan.op_classes import class_point
 from autoplan.profiles.device import ITEM_BYTES, DeviceProfile
+from autoplan.profiles.host import HostSeconds
 from autoplan.profiles.op_times import measured_ops
 from autoplan.profiles.tables import ATTENTION_DIRECTIONS, Lookup
 from autoplan.signatures import local_signature
-from autoplan.step_costs import exposed_s
+from autoplan.step_costs import exposed_s, interference
 
 __all__ = ["OpTime", "Tally", "Timer", "overlaps_communication"]
 
@@ -80,8 +81,11 @@ class Timer:
         self.device = cluster.device
         self.degree = degree
         self.link = cluster.link_for(degree, 1)
+        # Where kernels run on the host, what it takes beside them comes on top of each. Elsewhere
+        # it runs ahead of the device, and a block takes the longer of the two (`Pricer`).
+        self.host = cluster.device.host if cluster.is_cpu else HostSeconds()
         self.tally = tally or Tally()
-        self._times: dict[tuple[int, str, bool], OpTime] = {}
+        self._times: dict[tuple[int, str, bool], tuple[OpTrace, OpTime]] = {}
         # What-if devices have the name of the one that they were made from.
         is_real = "(scaled:" not in self.device.description
         version = str(torch.__version__)
@@ -96,7 +100,8 @@ class Timer:
             return time
         # The input's gradient does not need what is gathered: the two run at once.
         gather_s = self.collective_s("all_gather", op.regathered_bytes)
-        comm_s = time.backward_comm_s + exposed_s(gather_s, time.backward_s / 2)
+        slowed = interference(self.link)
+        comm_s = time.backward_comm_s + exposed_s(gather_s, time.backward_s / 2, slowed)
         return replace(time, backward_comm_s=comm_s)
 
     def _conversion_time(self, op: LocalOp) -> OpTime:
@@ -116,7 +121,8 @@ class Timer:
             return 0.0
         if name == "slice":
             return self.tally.add(self.device.memory_time_s(2 * nbytes / self.degree))
-        return self.link.collective_time_s(name, nbytes, self.degree)  # type: ignore[arg-type]
+        link_s = self.link.collective_time_s(name, nbytes, self.degree)  # type: ignore[arg-type]
+        return self.host.op_forward + link_s
 
     def traced_time(self, op: OpTrace, option: ShardOption) -> OpTime:
         """Return the seconds of one rank's share of a traced op: measured ones if there are any."""
@@ -128,9 +134,19 @@ class Timer:
                 self.tally.counts["measured"] += 1
                 found = OpTime(forward_s=measured.forward_s, backward_s=measured.backward_s)
             else:
-                found = self._new_time(op, option.gemm_dim, option.is_split)
-            self._times[key] = found
-        return self._times[key]
+                found = self._with_host(self._new_time(op, option.gemm_dim, option.is_split), op)
+            # The op is kept, so that no later one can have its id.
+            self._times[key] = (op, found)
+        return self._times[key][1]
+
+    def _with_host(self, time: OpTime, op: OpTrace) -> OpTime:
+        """Add what the host takes beside the kernels, whose own launch is in their times."""
+        launched_s = 0.0 if op.kind == "view" else self.device.launch_overhead_s
+        forward_s = max(0.0, self.host.op_forward - launched_s)
+        backward_s = max(0.0, self.host.op_backward - launched_s) if op.needs_grad else 0.0
+        return replace(
+            time, forward_s=time.forward_s + forward_s, backward_s=time.backward_s + backward_s
+        )
 
     def _new_time(self, op: OpTrace, gemm_dim: str, is_split: bool) -> OpTime:
         split = self.degree if is_split else 1

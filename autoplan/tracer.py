@@ -41,7 +41,7 @@ from autoplan.runner import BlockRun, run_program
 from autoplan.sharding import shard_options
 from autoplan.signatures import op_signature
 
-__all__ = ["trace", "trace_program"]
+__all__ = ["recent_program", "trace", "trace_program"]
 
 
 def trace(
@@ -79,6 +79,15 @@ def trace(
     return trace_program(program, backend=backend, model_name=type(model).__name__)
 
 
+_MOST_RECENT = 4
+_RECENT: dict[str, Program] = {}
+
+
+def recent_program(fingerprint: str) -> Program | None:
+    """Return a program that this process traced lately; None where it is forgotten."""
+    return _RECENT.get(fingerprint)
+
+
 def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str) -> Trace:
     """Return the trace of a captured program.
 
@@ -90,6 +99,9 @@ def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str
     Raises:
         TraceError: an op cannot run on fake tensors; names the op, its module and line.
     """
+    _RECENT[program.fingerprint] = program
+    while len(_RECENT) > _MOST_RECENT:
+        del _RECENT[next(iter(_RECENT))]
     if backend not in ("cpu", "cuda"):
         raise ValueError(f"backend is {backend!r}: it must be 'cpu' or 'cuda'")
     made_by_calls = {out for call in program.calls for out in call.outs}

@@ -21,6 +21,7 @@ from autoplan import codec
 from autoplan.batches import BatchDims
 from autoplan.checkpoints import is_saved
 from autoplan.errors import EmitError
+from autoplan.meshes import stage_of_rank
 from autoplan.meter import StorageMeter
 from autoplan.models import LoadedModel, load_model
 from autoplan.plan import Plan
@@ -92,6 +93,7 @@ def train(
     on_step: Callable[[int, float], None] | None = None,
     checkpoint: Path | None = None,
     save_every: int | None = None,
+    compile: str | None = None,
 ) -> RankResult:
     """Run optimizer steps of a plan on this rank and return its losses and peak.
 
@@ -102,9 +104,10 @@ def train(
         on_step: called with the step and its loss, on every rank.
         checkpoint: folder to resume from, if it holds a checkpoint, and to save to.
         save_every: steps between saves; None: only after the last.
+        compile: see `autoplan.emitter.parallelize`.
     """
     model: nn.Module = loaded.model
-    module = plan.parallelize(model, loaded.batch, loaded.loss_fn)
+    module = plan.parallelize(model, loaded.batch, loaded.loss_fn, compile=compile)
     batch, name = loaded.batch, plan.optimizer
     dims = BatchDims(plan.batch_dims) if plan.batch_dims else None
     del model, loaded
@@ -131,7 +134,7 @@ def train(
     return RankResult(
         losses=tuple(losses),
         peak_bytes=meter.peak_bytes,
-        stage=rank // (plan.mesh.dp * plan.mesh.tp),
+        stage=stage_of_rank(rank, plan.mesh),
     )
 
 
@@ -157,6 +160,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=None, help="folder for one JSON per rank")
     parser.add_argument("--checkpoint", type=Path, default=None)
     parser.add_argument("--save-every", type=int, default=None)
+    parser.add_argument("--compile", default=None)
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     loaded = load_model(
@@ -176,6 +180,7 @@ def main(arguments: list[str] | None = None) -> None:
         on_step=show,
         checkpoint=options.checkpoint,
         save_every=options.save_every,
+        compile=options.compile,
     )
     if options.results is not None:
         (options.results / f"rank{rank}.json").write_text(codec.dumps(result))

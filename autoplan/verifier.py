@@ -82,6 +82,12 @@ def _sizes(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
             message=f"dp {mesh.dp} * num_microbatches {plan.num_microbatches} * microbatch_size "
             f"{plan.microbatch_size} is {product}, the global batch is {plan.global_batch_size}",
         )
+    if mesh.dp_replicate > 1 and (plan.zero_stage == 0 or mesh.dp_replicate == mesh.dp):
+        yield Violation(
+            rule="V9",
+            message=f"{mesh.dp_replicate} replicas of dp={mesh.dp} with ZeRO stage "
+            f"{plan.zero_stage}: nothing is sharded",
+        )
     is_offloaded = plan.offload != "none"
     if not 0 <= plan.zero_stage <= 3 or (mesh.dp == 1 and plan.zero_stage and not is_offloaded):
         yield Violation(rule="V9", message=f"ZeRO stage {plan.zero_stage} with dp={mesh.dp}")
@@ -167,11 +173,18 @@ def _schedule(plan: Plan) -> Iterator[Violation]:
 
 def _axes(plan: Plan, trace: Trace) -> Iterator[Violation]:
     blocks = {block.name: block for block in trace.blocks}
+    borders = next((layout.borders for layout in plan.placements.values()), "whole")
     for name, layout in plan.placements.items():
         block = blocks.get(layout.block)
         if block is None:
             yield Violation(rule="V4", message=f"layout {name} is for no class of this model")
             continue
+        if layout.borders != borders:
+            yield Violation(
+                rule="V6",
+                message=f"{name} hands activations over as {layout.borders}, other layouts as "
+                f"{borders}",
+            )
         ops = {op.name: op for op in block.ops}
         for op_name, axis in layout.axes.items():
             options = {o.axis: o for o in ops[op_name].options} if op_name in ops else {}
@@ -234,11 +247,12 @@ def _memory(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
                 rule="V11",
                 message=f"stage {stage}: categories add up to {sum(parts.values())}, not {peak}",
             )
-        if plan.search.status != "priced" and peak > cluster.total_bytes:
+        total = cluster.on_stage(plan.mesh, stage).total_bytes
+        if plan.search.status != "priced" and peak > total:
             yield Violation(
                 rule="V11",
                 message=f"stage {stage} needs {format_bytes(peak)}, {cluster} leaves "
-                f"{format_bytes(cluster.total_bytes)}",
+                f"{format_bytes(total)}",
             )
 
 
@@ -262,7 +276,7 @@ def independent_bytes(plan: Plan, trace: Trace) -> tuple[int, ...]:
     """
     ratio = 2 if plan.mixed_precision != "none" else 1
     states = Optimizer.named(plan.optimizer, is_foreach=False).state_bytes_per_byte
-    shards = plan.mesh.dp if plan.zero_stage >= 1 else 1
+    shards = plan.mesh.dp // plan.mesh.dp_replicate if plan.zero_stage >= 1 else 1
     canonical = {fqn: group[0] for group in trace.shared for fqn in group}
     needs = [0] * plan.mesh.pp
     for stage in plan.stages:

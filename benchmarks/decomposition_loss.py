@@ -5,8 +5,10 @@ Beside it stands what the search does: a cover of each block's own frontier, and
 blocks under a total. Both with the linear memory of level 1. The loss is the largest excess of time
 over the flat answer at any limit of memory that both can meet, in two parts:
 
-cover     the flat answer too has whole values at the borders of blocks, as emitted plans have
+cover     the flat answer too hands every value over in one way, whole or as slices of tokens
 borders   the flat answer may hand values over in any placement: what that freedom would be worth
+
+Both ways of handing over are posed at the outer borders; at any limit the better one counts.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from autoplan.models import load_model
 from autoplan.planner import make_planner
 from autoplan.report import table
 from autoplan.search.frontier import covering_points, whole_frontier
+from autoplan.search.problem import ChoiceProblem
 from autoplan.times import Timer
 
 __all__ = ["chained", "largest_loss", "loss_rows", "mixed"]
@@ -37,6 +40,7 @@ MOST_LOSS = 0.005
 _MODELS = (("gpt2", None), ("gpt3-175b", None), ("llama3-8b", 4096))
 _DEGREES = (1, 2, 8)
 _BLOCKS = 3
+_ROUNDING = 1.0001  # of limits: units of the two problems differ, and each use is rounded up
 
 Points = Sequence[tuple[int, int]]
 """(time, memory), faster first."""
@@ -78,11 +82,7 @@ def mixed(points: Points, count: int) -> list[tuple[int, int]]:
     """Return the undominated sums of `count` points."""
     sums: list[tuple[int, int]] = [(0, 0)]
     for _ in range(count):
-        every = sorted({(t + own[0], m + own[1]) for t, m in sums for own in points})
-        sums = []
-        for point in every:
-            if not sums or point[1] < sums[-1][1]:
-                sums.append(point)
+        sums = _undominated([(t + own[0], m + own[1]) for t, m in sums for own in points])
     return sums
 
 
@@ -109,29 +109,70 @@ def loss_rows(
     for degree in degrees:
         for region in (False, True):
             rows.append({"model": name, "tp": degree, "region": region})
-            rows[-1] |= _losses(block, pricer.timer(degree), region)
+            rows[-1] |= _losses(block, pricer.timer(degree), region, pricer.borders(degree))
     return rows
 
 
-def _losses(block: BlockTrace, timer: Timer, region: bool) -> dict[str, Any]:
-    own = ChoiceModel(block, timer, frozenset(), region)
-    flat = ChoiceModel(chained(block, _BLOCKS), timer, frozenset(), region)
-    whole, free = whole_frontier(own.problem), whole_frontier(flat.problem)
-    if whole is None or free is None:
-        return {"points": None, "cover": None, "borders": None}
-    cover = covering_points(whole, Frontiers().tolerance or 0.0)
-    mix = mixed([(p.time, p.memory) for p in cover], _BLOCKS)
-    same_borders = mixed([(p.time, p.memory) for p in whole], _BLOCKS)
-    scaled = [(time, memory * own.unit // flat.unit) for time, memory in mix]
+def _losses(
+    block: BlockTrace, timer: Timer, region: bool, borders: Sequence[bool]
+) -> dict[str, Any]:
+    covers: list[tuple[int, int]] = []
+    mixes: list[tuple[int, int]] = []
+    flats: list[tuple[int, int]] = []
+    counts = []
+    for is_sliced in borders:
+        own, flat = (
+            ChoiceModel(part, timer, frozenset(), region, is_sequence_parallel=is_sliced)
+            for part in (block, chained(block, _BLOCKS))
+        )
+        inner = [f"{block.outputs[0]}{f'@{n}' if n else ''}" for n in range(_BLOCKS - 1)]
+        whole, free = whole_frontier(own.problem), whole_frontier(_keeping(flat, inner))
+        if whole is None or free is None:
+            return {"points": None, "cover": None, "borders": None}
+        between = _between_bytes(block, timer.degree, region, is_sliced)
+        cover = covering_points(whole, Frontiers().tolerance or 0.0)
+        counts.append(f"{len(cover)} of {len(whole)}")
+        for points, sums in ((cover, covers), (whole, mixes)):
+            mix = mixed([(p.time, p.memory) for p in points], _BLOCKS)
+            sums += [(time, memory * own.unit + between) for time, memory in mix]
+        flats += [(p.time, int(p.memory * flat.unit * _ROUNDING)) for p in free]
     return {
-        "points": f"{len(cover)} of {len(whole)}",
-        "cover": largest_loss(same_borders, mix),
-        "borders": largest_loss([(p.time, p.memory) for p in free], scaled),
+        "points": ", ".join(counts),
+        "cover": largest_loss(_undominated(mixes), _undominated(covers)),
+        "borders": largest_loss(_undominated(flats), _undominated(covers)),
     }
 
 
+def _between_bytes(block: BlockTrace, degree: int, region: bool, is_sliced: bool) -> int:
+    """Return bytes of what lies between the blocks, which every region keeps as its input."""
+    last = next(op for op in block.ops if op.name == block.outputs[0])
+    return (_BLOCKS - 1) * last.mark_bytes // (degree if is_sliced else 1) if region else 0
+
+
+def _keeping(model: ChoiceModel, values: Sequence[str]) -> ChoiceProblem:
+    """Return the problem of a region that keeps these values, as a border of blocks does."""
+    ops = list(model.problem.ops)
+    for name in values if model.region else ():
+        picks = model.picks[name]
+        if any(pick.keep for pick in picks):
+            index = model.index[name]
+            ops[index] = tuple(
+                replace(option, forbidden=option.forbidden or not pick.keep)
+                for option, pick in zip(ops[index], picks, strict=True)
+            )
+    return replace(model.problem, ops=tuple(ops))
+
+
+def _undominated(points: Points) -> list[tuple[int, int]]:
+    left: list[tuple[int, int]] = []
+    for point in sorted(points):
+        if not left or point[1] < left[-1][1]:
+            left.append(point)
+    return left
+
+
 def main() -> None:
-    """Print the table, and leave with 1 where the loss of a cover is above the limit."""
+    """Print the table, and leave with 1 where a loss is above the limit."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the numbers to this file too")
     arguments = parser.parse_args()
@@ -142,7 +183,7 @@ def main() -> None:
     print(table([tuple(rows[0]), *shown]))
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    if max(row["cover"] or 0.0 for row in rows) > MOST_LOSS:
+    if max(row[part] or 0.0 for row in rows for part in ("cover", "borders")) > MOST_LOSS:
         sys.exit(1)
 
 

@@ -4,12 +4,12 @@
 
 A small GPT and a small CNN are trained under every plan of a grid on 1, 2 and 4 gloo processes of
 this machine. First the machine is profiled, as `autoplan profile` does. Then every plan is priced,
-executed and measured: two steps under a meter of live tensor bytes, then steps without it for the
-time. Before each timed step all ranks run a yardstick, a fixed load that runs during profiling too:
-a step counts in yardsticks, so that what else the machine has to do, and more processes than cores,
-cancel out as far as they slow both alike. A profile is of medians of short kernels, which little
-interrupts, and so is the yardstick's own time. Even so, give it a quiet machine: on a busy one the
-profile itself is off. Ratios are predicted / measured.
+executed and measured: steps under a meter of live tensor bytes, then steps without it for the time.
+Several plans are there at once and step in turn, in rounds, and of each the least round counts, so
+that what else the machine has to do hits all alike, and little. Before each timed step all ranks
+run a yardstick, a fixed load that runs during profiling too: a step counts in yardsticks, so that
+more processes than cores cancel out as far as they slow both alike. Even so, give it a quiet
+machine: on a busy one the profile itself is off. Ratios are predicted / measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,13 +46,14 @@ from autoplan.profiles.measure import measure_device
 from autoplan.report import table
 from autoplan.training import global_batch, make_optimizer
 from autoplan.units import format_bytes, format_seconds
-from benchmarks.launched_plans import launch_plans, work_through
+from benchmarks.launched_plans import launch_plans, work_through_all
 from examples.gpt import GPT, GPTConfig, batch_like, loss_fn
 
 __all__ = ["CNN", "Case", "Measured", "Row", "cases", "rank_correlation", "rows_of", "summary"]
 
 ROWS = 8
-METERED_STEPS, TIMED_STEPS = 2, 4
+METERED_STEPS, ROUNDS = 3, 8
+AT_ONCE = 6  # plans that take turns: each has process groups, and their threads, of its own
 YARDSTICK_PRODUCTS, YARDSTICK_SIZE = 12, 384  # about 30 ms of one idle core
 GPT_CONFIG = GPTConfig(vocab_size=512, max_tokens=128, num_layers=4, num_heads=4, width=192)
 MODELS = ("gpt", "cnn")
@@ -168,9 +169,9 @@ class Measured:
     """What one rank measured.
 
     Attributes:
-        step_time_s: median seconds of a step.
-        step_yardsticks: median of a step's seconds over those of the yardstick before it.
-        peak_bytes: most bytes of live tensors.
+        step_time_s: least seconds of a step.
+        step_yardsticks: the same in yardsticks, of which the least counts too.
+        peak_bytes: most bytes of live tensors in a step; the least of some steps.
     """
 
     step_time_s: float
@@ -214,8 +215,21 @@ def make_plan(case: Case, profile: DeviceProfile) -> Plan:
     ).plan
 
 
-def execute(plan: Plan) -> Measured:
-    """Train a plan on this rank: some steps under a meter, then some for the time."""
+@dataclass(slots=True)
+class _Running:
+    """A plan on this rank, ready to train, and what was measured of it so far."""
+
+    step: Callable[[], None]
+    peak_bytes: int
+    seconds: list[float] = field(default_factory=list)
+
+
+def _prepared(plan: Plan) -> _Running:
+    """Return a plan on this rank after some steps under a meter.
+
+    The peak is the least over the steps after the first, which makes the optimizer's states: on
+    gloo a background thread lets go of buffers now and then later than the plan does.
+    """
     loaded = load(plan.model)
     module = plan.parallelize(loaded.model, loaded.batch, loaded.loss_fn)
     optimizer = make_optimizer(plan.optimizer, module.parameters())
@@ -228,22 +242,41 @@ def execute(plan: Plan) -> Measured:
 
     with StorageMeter() as meter:
         meter.baseline(module, optimizer)
-        for _ in range(METERED_STEPS):
-            step()
-    seconds, ratios = [], []
-    for _ in range(TIMED_STEPS):
-        dist.barrier()
-        yardstick_s = sum(_yardstick())
-        dist.barrier()
-        start = time.perf_counter()
         step()
-        seconds.append(time.perf_counter() - start)
-        ratios.append(seconds[-1] / yardstick_s)
-    return Measured(
-        step_time_s=statistics.median(seconds),
-        step_yardsticks=statistics.median(ratios),
-        peak_bytes=meter.peak_bytes,
-    )
+        peaks = []
+        for _ in range(METERED_STEPS):
+            dist.barrier()
+            meter.reset_peak()
+            step()
+            peaks.append(meter.peak_bytes)
+    return _Running(step=step, peak_bytes=min(peaks))
+
+
+def execute(plans: Sequence[Plan]) -> list[Measured]:
+    """Train plans on this rank: each under a meter, then step by step in turn for the time.
+
+    What else the machine does comes and goes. So the plans take turns, and of every plan, and of
+    the yardstick, the least of many rounds counts: what it takes when little else runs.
+    """
+    running = [_prepared(plan) for plan in plans]
+    yardsticks = []
+    for _ in range(ROUNDS):
+        for one in running:
+            dist.barrier()
+            yardsticks.append(sum(_yardstick()))
+            dist.barrier()
+            start = time.perf_counter()
+            one.step()
+            one.seconds.append(time.perf_counter() - start)
+    yardstick_s = min(yardsticks)
+    return [
+        Measured(
+            step_time_s=min(one.seconds),
+            step_yardsticks=min(one.seconds) / yardstick_s,
+            peak_bytes=one.peak_bytes,
+        )
+        for one in running
+    ]
 
 
 def _yardstick() -> list[float]:
@@ -399,11 +432,11 @@ def main() -> None:
     parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
-        run_worker(lambda: work_through(options.worker, execute))
+        run_worker(lambda: work_through_all(options.worker, execute))
     listed = [case for case in cases() if options.only in case.name]
     measured, yardstick_s = profile(options.budget)
     plans = {case.name: make_plan(case, measured) for case in listed}
-    ranks = launch_plans(__file__, plans, Measured, timeout_s=1800)
+    ranks = launch_plans(__file__, plans, Measured, timeout_s=1800, at_once=AT_ONCE)
     rows = rows_of(listed, plans, ranks, yardstick_s)
     print(report(rows))
     if options.json is not None:

@@ -87,13 +87,16 @@ class SequentialFrontiers(Frontiers):
         *,
         whole: frozenset[str] = frozenset(),
         recompute: str | None = None,
+        is_sequence_parallel: bool = False,
         offloads: bool = False,
     ) -> tuple[Decision, ...]:
         """Return the plain decision, and the frontier of recomputation with its placements."""
-        plain = self.plain(block, timer, whole=whole)
+        plain = self.plain(block, timer, whole=whole, is_sequence_parallel=is_sequence_parallel)
         found = {plain.key: plain}
         if any(op.saved for op in block.ops):
-            model = ChoiceModel(block, timer, whole, region=True)
+            model = ChoiceModel(
+                block, timer, whole, region=True, is_sequence_parallel=is_sequence_parallel
+            )
             points = frontier_cover(
                 _with_axes(model, plain.axes),
                 tolerance=self.tolerance or 0.0,

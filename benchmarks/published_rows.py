@@ -17,6 +17,7 @@ from autoplan.graph import BlockTrace
 from autoplan.plan import Recompute
 from autoplan.profiles.catalog import load_profile
 from autoplan.profiles.device import DeviceProfile
+from benchmarks.published_engines import Skipped, engine_of
 from benchmarks.published_models import Shape
 
 __all__ = ["Configuration", "Skipped", "configurations", "measured_bytes", "measured_time_s"]
@@ -59,10 +60,6 @@ _LLAMA = ("llama", "qwen", "mistral", "mixtral", "internlm", "deepseek", "vicuna
 _BILLION = 1e9
 
 
-class Skipped(Exception):
-    """A row that cannot be priced; the text is the reason."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
     """One way to read a row.
@@ -74,7 +71,7 @@ class Configuration:
             and no time can be compared.
         options: further arguments of `estimate`.
         assumed: what the row left open, and the value taken here.
-        allocator: kind of segments of torch's caching allocator.
+        allocator: of the software that ran, where it is torch's.
     """
 
     shape: Shape
@@ -82,7 +79,7 @@ class Configuration:
     global_batch: int
     options: Mapping[str, Any]
     assumed: Mapping[str, Any]
-    allocator: Literal["segments", "expandable"] = "segments"
+    allocator: Literal["segments"] | None = "segments"
 
 
 def _number(row: Mapping[str, str], key: str) -> int | None:
@@ -111,8 +108,8 @@ def measured_time_s(row: Mapping[str, str]) -> float | None:
 def measured_bytes(row: Mapping[str, str]) -> tuple[float, str] | None:
     """Return peak bytes and what they count: `allocated`, `reserved` or `device`.
 
-    The printed number is in GiB unless its kind says GB (decimal) or MB. Raises `Skipped` where the
-    kind does not say what was counted.
+    The printed number is in GiB unless its kind says GB (decimal). `nvidia-smi` prints MiB, so what
+    its readers call a GB is a thousand of them: 16 GB nearly fill a card of 16,160 MiB.
     """
     if not row.get("peak_mem_gib"):
         return None
@@ -120,7 +117,7 @@ def measured_bytes(row: Mapping[str, str]) -> tuple[float, str] | None:
     value = float(row["peak_mem_gib"])
     unit = _BILLION if re.search(r"\bgb\b", kind) else GIB
     if "nvidia-smi" in kind:
-        return value * unit, "device"
+        return value * (1000 * 2**20 if unit == _BILLION else unit), "device"
     if "reserved" in kind:
         return value * unit, "reserved"
     if "alloc" in kind:
@@ -138,6 +135,7 @@ def configurations(row: Mapping[str, str]) -> list[Configuration]:
     shape = _shape(row)
     cluster = _cluster(row)
     degrees = _degrees(row, cluster.world_size)
+    is_other = "oneflow" in (row.get("framework") or "").lower()
     found = []
     for choice in _choices(row, degrees):
         options = _options(row, degrees, choice)
@@ -148,8 +146,6 @@ def configurations(row: Mapping[str, str]) -> list[Configuration]:
             batch = microbatch * degrees["dp"] * accumulated
         options["microbatch_size"] = microbatch
         fitted = replace(shape, vocab=_padded(shape.vocab, row, degrees["tp"]))
-        # torchtitan's launch script asks for expandable segments (`run_llama_train.sh`).
-        is_expandable = "torchtitan" in (row.get("framework") or "").lower()
         found.append(
             Configuration(
                 shape=fitted,
@@ -157,7 +153,7 @@ def configurations(row: Mapping[str, str]) -> list[Configuration]:
                 global_batch=batch,
                 options=options,
                 assumed=choice,
-                allocator="expandable" if is_expandable else "segments",
+                allocator=None if is_other else "segments",
             )
         )
     return found
@@ -314,7 +310,9 @@ def _degrees(row: Mapping[str, str], world: int) -> dict[str, int]:
 def _choices(row: Mapping[str, str], degrees: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     """Yield values of what the row leaves open."""
     open_fields: dict[str, tuple[Any, ...]] = {}
-    if not row.get("recompute"):
+    # Outside of Megatron-LM "selective" is a share of the blocks (`apply_fsdp_checkpointing`, IBM).
+    is_share = row.get("recompute") == "selective" and _family(row) == "torch"
+    if not row.get("recompute") or is_share:
         open_fields["recompute"] = ("none", "full")
     if not row.get("zero_stage") and degrees["dp"] > 1:
         sharded = "fsdp" in (row.get("sharding") or "").lower()
@@ -335,7 +333,7 @@ def _options(
     sequence = choice.get("sequence_parallel", row.get("sequence_parallel") == "true")
     options["sequence_parallel"] = bool(sequence) and degrees["tp"] > 1
     options["recompute"] = choice.get("recompute") or _recompute(row["recompute"])
-    options["engine"] = _engine(row, family, options["zero_stage"])
+    options["engine"] = engine_of(row, family, options["zero_stage"])
     parts = _number(row, "vpp") or 1
     options["virtual_stages"] = parts if degrees["pp"] > 1 else 1
     optimizer = (row.get("optimizer") or "Adam").lower()
@@ -368,6 +366,9 @@ def _recompute(text: str) -> Any:
         return "full"
     if text == "selective":
         return "attention"
+    every = re.fullmatch(r"selective_layer\(every (\d+)\w\w layer\)", text)
+    if every:
+        return ("full", *["none"] * (int(every.group(1)) - 1))
     if text == "selective_op":
         return selective_op
     raise Skipped(f"recompute {text!r} is not priced")
@@ -381,38 +382,3 @@ def selective_op(block: BlockTrace) -> Recompute:
     products = [op.name for op in block.ops if op.kind == "gemm"]
     kept = set(products[::2]) | {op.name for op in block.ops if op.kind == "attention"}
     return Recompute(mode="selective", keep=tuple(op.name for op in block.ops if op.name in kept))
-
-
-def _engine(row: Mapping[str, str], family: str, zero_stage: int) -> str:
-    dtype = (row.get("dtype") or "").lower()
-    if family == "megatron":
-        if zero_stage > 1:
-            raise Skipped(f"ZeRO-{zero_stage} of {row.get('framework')} is not priced")
-        return _megatron_engine(row, dtype)
-    if "deepspeed" in row.get("framework", "").lower():
-        raise Skipped("the buffers of DeepSpeed's ZeRO are not priced")
-    text = f"{row.get('framework')} {row.get('sharding')}".lower()
-    if "torchtitan" in text:
-        # The loss is compiled with the model since April 2025 (pull request 1033).
-        is_compiled = "compile" in text and _written(row) >= (2025, 4) and _number(row, "tp") == 1
-        return "fsdp2-compiled-loss" if is_compiled else "fsdp2"
-    if "fsdp1" in text or "fsdp (" in text:
-        return "fsdp1-bf16" if "mp=pure" in text else "fsdp1"
-    return "autoplan"
-
-
-def _megatron_engine(row: Mapping[str, str], dtype: str) -> str:
-    args = row.get("args") or ""
-    is_te = "transformer_engine" in row.get("framework", "") or " TE " in row.get("framework", "")
-    overlap = "-overlap" if "overlap-grad-reduce" in args else ""
-    if dtype.startswith("fp16"):
-        return "megatron-fp16"
-    if is_te and "no-gradient-accumulation-fusion" in args:
-        return "megatron-unfused-overlap"
-    return f"megatron-te{overlap}" if is_te else f"megatron{overlap}"
-
-
-def _written(row: Mapping[str, str]) -> tuple[int, int]:
-    """Return year and month in the name of the file that a row is from; (0, 0): not there."""
-    found = re.search(r"(20\d\d)-?(0[1-9]|1[0-2])", row.get("source") or "")
-    return (int(found.group(1)), int(found.group(2))) if found else (0, 0)

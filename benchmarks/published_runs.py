@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -40,7 +40,7 @@ from benchmarks.published_rows import (
     measured_time_s,
 )
 
-__all__ = ["Outcome", "TraceStore", "main", "price_row", "summary"]
+__all__ = ["Outcome", "TraceStore", "main", "price_row", "stages_of_first_node", "summary"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,10 @@ def price_row(row: Mapping[str, str], file: str, line: int, store: TraceStore) -
         return Outcome(**start, skipped=f"estimate refuses: {str(error).splitlines()[0][:120]}")
     times = [price.step_time_s for price in prices]
     is_last = "last rank" in row.get("mem_kind", "")
-    peaks = [_peak(price, kind, is_last) for price in prices]
+    peaks = [
+        _peak(price, kind, is_last, stages_of_first_node(configuration))
+        for price, configuration in zip(prices, found, strict=True)
+    ]
     is_timed = time_s is not None and row.get("deterministic") != "true"
     ooms = [not price.fits for price in prices]
     return Outcome(
@@ -165,9 +168,25 @@ def price_row(row: Mapping[str, str], file: str, line: int, store: TraceStore) -
     )
 
 
+# Below this share of the device the allocator's waste decides nothing.
+_NEARLY_FULL = 0.75
+
+
 def _price(configuration: Configuration, store: TraceStore, kind: str) -> Estimate:
+    """Return the price of a configuration, with reserved memory where it is needed."""
+    counts_reserved = kind in ("reserved", "device")
+    allocator = configuration.allocator
+    price = _estimate(configuration, store, allocator if counts_reserved else None)
+    fullest = max(price.peak_memory_bytes) / price.capacity_bytes
+    if not counts_reserved and allocator is not None and _NEARLY_FULL < fullest <= 1:
+        return _estimate(configuration, store, allocator)
+    return price
+
+
+def _estimate(
+    configuration: Configuration, store: TraceStore, allocator: Literal["segments"] | None
+) -> Estimate:
     shape = configuration.shape
-    allocator = configuration.allocator if kind in ("reserved", "device") else None
     return autoplan.estimate(
         Decoder.on_meta(shape),
         configuration.cluster,
@@ -179,11 +198,18 @@ def _price(configuration: Configuration, store: TraceStore, kind: str) -> Estima
     )
 
 
-def _peak(price: Estimate, kind: str, is_last: bool) -> int:
+def stages_of_first_node(configuration: Configuration) -> int:
+    """Return how many stages have ranks on the first node; stages are the outermost dimension."""
+    ranks = int(configuration.options["dp"] * configuration.options["tp"])
+    return -(-configuration.cluster.gpus_per_node // ranks)
+
+
+def _peak(price: Estimate, kind: str, is_last: bool, visible: int) -> int:
     """Return the predicted peak of the kind that was measured.
 
-    `allocated` and `reserved` count tensors of the process and what the caching allocator holds for
-    them, `device` context and communicators too.
+    `allocated` and `reserved` count tensors and what the caching allocator holds for them, `device`
+    context and communicators too. The latter is what `nvidia-smi` shows, on one node: the first,
+    from which a run is watched, so only stages that have ranks there count.
     """
     context = [parts.get("reserve", 0) for parts in price.memory_by_category]
     if kind in ("reserved", "device") and price.reserved_memory_bytes is not None:
@@ -193,6 +219,7 @@ def _peak(price: Estimate, kind: str, is_last: bool) -> int:
         stages = [peak - outside for peak, outside in pairs]
     if kind == "device":
         stages = [nbytes + outside for nbytes, outside in zip(stages, context, strict=True)]
+        stages = stages[:visible]
     return stages[-1] if is_last else max(stages)
 
 

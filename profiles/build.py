@@ -10,6 +10,7 @@ rows of its own, those of a relative are transferred as fractions of a peak, and
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from autoplan.profiles.build_tables import (
@@ -245,15 +246,32 @@ def _inter_link(source: DeviceSource, measurements: Measurements) -> LinkProfile
         f"{measurements.sweep_origin('mleng_4node', 'all_reduce', 32).text}",
     )
     bytes_per_s, origin = _network(source, measurements)
+    curves = _inter_curves(source, measurements, collect)
     return LinkProfile(
         name=f"{source.name} inter-node",
         level="inter",
         latency_s=collect.take("latency_s", latency_s, "latency", latency_origin),
         setup_s=collect.take("setup_s", setup.value * US, "setup", setup.origin()),
         bytes_per_s=collect.take("bytes_per_s", bytes_per_s, "network", origin),
+        curves=curves,
         origins=collect.origins,
         origin_by_field=collect.origin_by_field,
     )
+
+
+def _inter_curves(
+    source: DeviceSource, measurements: Measurements, collect: _Collector
+) -> tuple[CollectiveTable, ...]:
+    """Return what was measured by size between nodes of this GPU; mostly nothing was."""
+    if source.name.startswith("b200"):
+        collect.origins["nccl"] = measurements.sweep_origin("mleng_b200", "all_reduce", 32)
+        sweep = measurements.sweep("mleng_b200", "all_reduce", 32)
+        return (replace(sweep, ranks_per_node=8),)
+    if source.name.startswith("v100"):
+        sends, found = measurements.sends("aceso_p2p", "V100-32", "p2p_inter_node")
+        collect.origins["nccl"] = found
+        return (sends,)
+    return ()
 
 
 def _network(source: DeviceSource, measurements: Measurements) -> tuple[float, Origin]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from autoplan.errors import ProfileError
+from autoplan.profiles.host import HostSeconds
 from autoplan.profiles.link import LinkProfile
 from autoplan.profiles.origin import (
     SCHEMA_VERSION,
@@ -259,6 +260,25 @@ class DeviceProfile:
             return Lookup(time_s=0.0, how="measured")
         time_s = max(self.launch_overhead_s, nbytes / self.optimizer_bytes_per_s)
         return Lookup(time_s=time_s, how="interpolated")
+
+    def with_measurements(
+        self, numbers: Mapping[str, float], origin: str, source: Origin | None = None
+    ) -> DeviceProfile:
+        """Return the profile with more single numbers, of one of its origins or a new one."""
+        return replace(
+            self,
+            origins=self.origins if source is None else {**self.origins, origin: source},
+            measurements={**self.measurements, **numbers},
+            origin_by_field={
+                **self.origin_by_field,
+                **{f"measurements.{name}": origin for name in numbers},
+            },
+        )
+
+    @property
+    def host(self) -> HostSeconds:
+        """Return what the host takes, as far as it was measured."""
+        return HostSeconds.of(self.measurements)
 
     def scaled(self, *, flops: float = 1.0, bandwidth: float = 1.0) -> DeviceProfile:
         """Return the same device with faster or slower arithmetic and memory (what-if and laws)."""

@@ -48,6 +48,13 @@ class LinkProfile:
             direction).
         ring_bytes_per_s: bus bandwidth of a ring when several ranks of a node share their network
             ports; None where it equals `bytes_per_s`.
+        tree_latency_s: seconds from the root of a tree over the group to its last leaf; None:
+            `latency_s` for each level of a binary tree.
+        ranks_per_node: of a group over several nodes, how many of its ranks are in each.
+        ring_limit_bytes_per_s: what no ring over nodes exceeds, however many ports it has: the
+            bandwidth inside a node; None: nothing.
+        interference: by how much kernels and collectives of this link that run at once slow each
+            other; None: not measured.
         curves: measured times; they win over the equations for their collective and group size.
         origins: the sources by id.
         origin_by_field: for every number above, the id of its origin.
@@ -60,6 +67,10 @@ class LinkProfile:
     bytes_per_s: float
     setup_s: float = 0.0
     ring_bytes_per_s: float | None = None
+    tree_latency_s: float | None = None
+    ranks_per_node: int = 1
+    ring_limit_bytes_per_s: float | None = None
+    interference: float | None = None
     curves: tuple[CollectiveTable, ...] = ()
     origins: Mapping[str, Origin] = field(default_factory=dict)
     origin_by_field: Mapping[str, str] = field(default_factory=dict)
@@ -69,17 +80,22 @@ class LinkProfile:
         check_positive("bytes_per_s", self.bytes_per_s)
         if self.ring_bytes_per_s is not None:
             check_positive("ring_bytes_per_s", self.ring_bytes_per_s)
-        for name, value in (("latency_s", self.latency_s), ("setup_s", self.setup_s)):
+        if self.interference is not None and not self.interference >= 1:
+            raise ValueError(f"interference: must be at least 1, got {self.interference!r}")
+        times = {"latency_s": self.latency_s, "setup_s": self.setup_s}
+        times |= {} if self.tree_latency_s is None else {"tree_latency_s": self.tree_latency_s}
+        for name, value in times.items():
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}: must be finite and at least 0, got {value!r}")
         fields = ["latency_s", "bytes_per_s", "setup_s"]
         fields += ["ring_bytes_per_s"] if self.ring_bytes_per_s is not None else []
+        fields += ["interference"] if self.interference is not None else []
         check_origins(
             self.origins, self.origin_by_field, fields, (curve.origin for curve in self.curves)
         )
 
     def __hash__(self) -> int:
-        return hash((self.name, self.level, self.latency_s, self.bytes_per_s))
+        return hash((self.name, self.level, self.latency_s, self.bytes_per_s, self.ranks_per_node))
 
     @classmethod
     def from_numbers(
@@ -169,11 +185,16 @@ def all_reduce_time_s(nbytes: float, degree: int, link: LinkProfile) -> float:
 
     Ring: 2 (d - 1) latency + 2 (d - 1) / d * nbytes / bandwidth (Thakur, Rabenseifner and Gropp
     2005). Tree: 2 ceil(log2 d) latency + 2 nbytes / bandwidth, at full bandwidth because each rank
-    is a leaf in one of two trees (Sanders, Speck and Traeff 2009; NCCL since 2.4).
+    is a leaf in one of two trees (Sanders, Speck and Traeff 2009; NCCL since 2.4). Over nodes the
+    tree is binary between them and a chain inside each, `tree_latency_s` (NCCL, `trees.cc`). Small
+    messages and large groups take the tree, large messages the ring.
     """
     moved_s = 2 * nbytes / link.bus_bytes_per_s
     ring_s = 2 * (degree - 1) * link.latency_s + moved_s * (degree - 1) / degree
-    tree_s = 2 * math.ceil(math.log2(degree)) * link.latency_s + moved_s
+    depth_s = link.tree_latency_s
+    if depth_s is None:
+        depth_s = math.ceil(math.log2(degree)) * link.latency_s
+    tree_s = 2 * depth_s + moved_s
     return link.setup_s + min(ring_s, tree_s)
 
 
@@ -227,8 +248,8 @@ def _collective_time_s(
     link: LinkProfile, collective: Collective, nbytes: float, degree: int
 ) -> float:
     group = 2 if collective == "send" else degree
-    curves = _curves(link)
-    exact = curves.get((collective, group))
+    ports = 1 if collective == "send" else link.ranks_per_node
+    exact = _curves(link).get((collective, group, ports))
     if exact is not None:
         return exact.time_s(nbytes)[0]
     equation_s = _EQUATIONS[collective](nbytes, degree, link)
@@ -237,26 +258,33 @@ def _collective_time_s(
 
 
 @lru_cache(maxsize=1024)
-def _curves(link: LinkProfile) -> dict[tuple[str, int], TimeCurve]:
-    return {(c.collective, c.degree): TimeCurve(c.rows) for c in link.curves}
+def _curves(link: LinkProfile) -> dict[tuple[str, int, int], TimeCurve]:
+    return {(c.collective, c.degree, c.ranks_per_node): TimeCurve(c.rows) for c in link.curves}
 
 
 def _carried_time_s(link: LinkProfile, collective: Collective, nbytes: float, degree: int) -> float:
-    """Return the nearest measured curve carried to another group size; 0 if there is none.
+    """Return the nearest measured curve carried to another group; 0 if there is none.
 
-    Bytes scale with (d - 1) / d, and what a larger group has more of hops is added. Both terms
-    grow with the bytes, so the result does.
+    Bytes scale with (d - 1) / d and against the ports that a ring has, and what a larger group has
+    more of hops is added. All terms grow with the bytes, so the result does.
     """
     curves = _curves(link)
     source, share = collective, 1.0
-    degrees = [d for c, d in curves if c == collective]
-    if not degrees and collective in _HALF_OF_ALL_REDUCE:
+    groups = [(d, n) for c, d, n in curves if c == collective]
+    if not groups and collective in _HALF_OF_ALL_REDUCE:
         source, share = "all_reduce", 0.5
-        degrees = [d for c, d in curves if c == "all_reduce"]
-    if not degrees:
+        groups = [(d, n) for c, d, n in curves if c == "all_reduce"]
+    if not groups:
         return 0.0
-    nearest = min(degrees, key=lambda d: (abs(math.log(d / degree)), d))
-    curve_s = curves[source, nearest].time_s(nbytes)[0] * share
+
+    def distance(group: tuple[int, int]) -> tuple[float, float, int]:
+        ports = abs(math.log(group[1] / link.ranks_per_node))
+        return ports, abs(math.log(group[0] / degree)), group[0]
+
+    nearest, ports = min(groups, key=distance)
+    is_ring = collective not in ("send", "all_to_all")
+    per_port = _ports(link, ports) / _ports(link, link.ranks_per_node) if is_ring else 1.0
+    curve_s = curves[source, nearest, ports].time_s(nbytes * per_port)[0] * share
     bytes_ratio = ((degree - 1) / degree) / ((nearest - 1) / nearest)
     more_hops = (
         max(0, degree - nearest)
@@ -264,3 +292,9 @@ def _carried_time_s(link: LinkProfile, collective: Collective, nbytes: float, de
         else (2 * max(0, math.ceil(math.log2(degree)) - math.ceil(math.log2(nearest))))
     )
     return curve_s * bytes_ratio + more_hops * link.latency_s
+
+
+def _ports(link: LinkProfile, ranks: int) -> float:
+    """Return how many times one port's bandwidth a ring has over so many ranks of a node."""
+    limit = link.ring_limit_bytes_per_s
+    return ranks if limit is None else min(ranks, max(1.0, limit / link.bytes_per_s))

@@ -18,8 +18,8 @@ from typing import Any
 from autoplan.profiles.catalog import load_profile, save_profile
 from autoplan.profiles.device import DeviceProfile
 from autoplan.profiles.here import describe, driver_of, find_device, profile_name
-from autoplan.profiles.link import LinkProfile
-from autoplan.profiles.measure_links import measure_collectives
+from autoplan.profiles.measure_host import host_seconds
+from autoplan.profiles.measure_links import link_of, measure_group
 from autoplan.profiles.measure_numbers import measure_extras, measure_tensor_core_peaks
 from autoplan.profiles.measure_op_classes import measure_classes
 from autoplan.profiles.measure_ops import (
@@ -31,10 +31,10 @@ from autoplan.profiles.measure_ops import (
     measure_peak,
 )
 from autoplan.profiles.origin import Origin
-from autoplan.profiles.tables import AttentionTable, CollectiveTable, GemmTable, OpClassTable
+from autoplan.profiles.tables import AttentionTable, GemmTable, OpClassTable
 from autoplan.units import GIB
 
-__all__ = ["measure_device", "profile_command"]
+__all__ = ["measure_device", "measured_origin", "profile_command"]
 
 Progress = Callable[[str, float], None]
 
@@ -45,7 +45,7 @@ DISTRIBUTED_RESERVE_BYTES = int(1.45 * GIB)  # torch.distributed on CUDA: device
 
 # Shares of the budget: GEMM, attention and classes once per dtype, the rest once.
 GEMM_SHARE, ATTENTION_SHARE, MEMORY_SHARE, LINK_SHARE = 0.16, 0.07, 0.08, 0.18
-CLASS_SHARE, EXTRAS_SHARE = 0.08, 0.06
+CLASS_SHARE, EXTRAS_SHARE, HOST_SHARE = 0.07, 0.06, 0.02
 
 
 def profile_command(
@@ -135,7 +135,7 @@ def measure_device(
         torch.set_num_threads(threads_before)
         torch.set_rng_state(random_before)
     if with_links:
-        profile = replace(profile, intra=_measure_intra(session, profile))
+        profile = _with_links(session, profile)
     session.tell("done", 1.0)
     return profile
 
@@ -229,7 +229,11 @@ def _measure_profile(
         slice_s=session.slice_s(EXTRAS_SHARE, 12),
         progress=session.tell,
     )
-    extras = {**(known.measurements if known else {}), **extras}
+    session.tell("the host")
+    host = host_seconds(device, slice_s=session.slice_s(HOST_SHARE, 5))
+    earlier = known.measurements if known else {}
+    extras = {**{k: v for k, v in earlier.items() if not k.startswith("host.")}, **extras}
+    host = {**{k: v for k, v in earlier.items() if k.startswith("host.")}, **host}
     bandwidth = max(rate for table in memory for _, rate in table.rows)
     largest_copy = max(memory[0].rows)[1]
     peaks = _peaks(session, gemm)
@@ -248,11 +252,12 @@ def _measure_profile(
         attention=tuple(attention),
         memory_bound=memory,
         op_classes=tuple(classes),
-        measurements=extras,
+        measurements={**extras, **host},
         origins=_origins(session),
         origin_by_field={
             **fields,
             **{f"measurements.{name}": "extras" for name in extras},
+            **{f"measurements.{name}": "host" for name in host},
             "memory_bytes": "memory",
             "reserve_bytes": "reserve",
             "memory_bandwidth_bytes_per_s": "bandwidth",
@@ -290,43 +295,29 @@ def _host_link_bytes_per_s(session: _Session) -> float:
     return float(f"{2**28 / time_s:.4g}")
 
 
-def _measure_intra(session: _Session, profile: DeviceProfile) -> LinkProfile | None:
+def _with_links(session: _Session, profile: DeviceProfile) -> DeviceProfile:
+    """Return a profile with what groups of processes of this machine take."""
     import torch
 
     is_cuda = session.device.type == "cuda"
     num_gpus = torch.cuda.device_count() if is_cuda else PROCESSES_PER_HOST
     degrees = [degree for degree in (2, 4, 8) if degree <= num_gpus]
-    if not degrees:
-        return None
-    curves: list[CollectiveTable] = []
+    backend = "nccl" if is_cuda else "gloo"
+    groups = []
     for degree in degrees:
         session.tell(f"collectives of {degree} processes")
         budget_s = LINK_SHARE * session.budget_s / len(degrees)
-        backend = "nccl" if is_cuda else "gloo"
-        curves += measure_collectives(degree, budget_s=budget_s, backend=backend)
-    sends = next(curve for curve in curves if curve.collective == "send")
-    reduces = [curve for curve in curves if curve.collective == "all_reduce"][-1]
-    nbytes, time_s = max(reduces.rows)
-    degree = reduces.degree
-    text = f"median over repeats of the slowest of {degrees} processes, one thread each"
-    how = {
-        "latency_s": f"smallest send, {min(sends.rows)[0]} bytes",
-        "bytes_per_s": f"ring bandwidth of an all_reduce of {nbytes} bytes by {degree} processes",
-        "setup_s": "contained in latency_s",
-    }
-    measured = profile.origins["measured"]
-    return LinkProfile(
-        name=f"{profile.name} {'nccl' if is_cuda else 'gloo'}",
+        groups.append(measure_group(degree, budget_s=budget_s, backend=backend))
+    if not groups:
+        return profile
+    intra = link_of(
+        [curve for group in groups for curve in group.curves],
+        name=f"{profile.name} {backend}",
         level="intra",
-        latency_s=min(sends.rows)[1],
-        bytes_per_s=float(f"{2 * (degree - 1) / degree * nbytes / time_s:.4g}"),
-        curves=tuple(curves),
-        origins={
-            "collectives": replace(measured, text=text),
-            **{field: replace(measured, text=note) for field, note in how.items()},
-        },
-        origin_by_field={field: field for field in how},
+        measured=profile.origins["measured"],
+        interference=groups[-1].interference,
     )
+    return replace(profile, intra=intra).with_measurements(groups[0].host, "host")
 
 
 def _memory(device: Any) -> tuple[int, int]:
@@ -350,24 +341,30 @@ def _memory(device: Any) -> tuple[int, int]:
     return total, min(used, total // 2)
 
 
-def _origins(session: _Session) -> dict[str, Origin]:
+def measured_origin(device: Any, num_threads: int = 1) -> Origin:
+    """Return the origin of what is measured here today."""
     import torch
 
-    is_cuda = session.device.type == "cuda"
-    measured = Origin(
+    return Origin(
         kind="measured",
         text="median after warm-up, autoplan.profiles.measure",
-        device=describe(session.device, session.num_threads),
-        driver=driver_of(session.device),
+        device=describe(device, num_threads),
+        driver=driver_of(device),
         torch_version=torch.__version__,
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
     )
+
+
+def _origins(session: _Session) -> dict[str, Origin]:
+    is_cuda = session.device.type == "cuda"
+    measured = measured_origin(session.device, session.num_threads)
     context = "context of this process"
     notes = {
         "peak": "highest rate of any product measured; float64 and float16 from one product each",
         "bandwidth": "highest rate of any copy measured, bytes read and written",
         "optimizer": "AdamW with foreach, 28 bytes per float32 parameter",
         "extras": "one number each, autoplan.profiles.measure_numbers",
+        "host": "least of repeats, ops of no size, autoplan.profiles.measure_host",
         "memory": "as the driver reports it",
         "reserve": f"{context}, plus 1.45 GiB for torch.distributed (published for 2 A100)",
         "host_link": "copy to pinned memory",

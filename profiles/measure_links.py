@@ -1,4 +1,4 @@
-"""Measure collectives between processes: torchrun is started with `main` as its worker."""
+"""Measure between processes of this machine: torchrun is started with `main` as its worker."""
 
 from __future__ import annotations
 
@@ -6,33 +6,45 @@ import argparse
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from autoplan.errors import ProfileError
-from autoplan.profiles.tables import COLLECTIVES, Collective, CollectiveTable
+from autoplan.profiles.link import Level, LinkProfile
+from autoplan.profiles.origin import Origin
+from autoplan.profiles.tables import COLLECTIVES, CollectiveTable
 
-__all__ = ["measure_collectives"]
+__all__ = ["MeasuredGroup", "link_of", "measure_group"]
 
-SIZES_BYTES = (2**12, 2**16, 2**19, 2**22, 2**24, 2**26)
 START_UP_S = 180.0  # torchrun, importing torch in every process, rendezvous; on a busy machine
-WARM_UP_CALLS = 5
-MIN_REPEATS, MAX_REPEATS = 3, 21
-SMALL_BYTES, SMALL_CALLS = 2**20, 5  # small calls in a row: ranks leave a barrier at other times
+HOST_SHARE = 0.2  # of the budget, for what the host takes around collectives
 
 
-def measure_collectives(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredGroup:
+    """What was measured in a group of processes.
+
+    Attributes:
+        curves: of every collective that the backend has.
+        interference: of products and an all_reduce; None: not measured.
+        host: `host.*.seconds` around collectives, of groups of two.
+    """
+
+    curves: tuple[CollectiveTable, ...]
+    interference: float | None = None
+    host: Mapping[str, float] = field(default_factory=dict)
+
+
+def measure_group(
     degree: int, *, budget_s: float, backend: str = "gloo", origin: str = "collectives"
-) -> tuple[CollectiveTable, ...]:
-    """Return measured curves of every collective that the backend has, for one group size.
+) -> MeasuredGroup:
+    """Return what one group size on this machine takes: curves, interference, and the host.
 
-    Sends are measured between two processes only.
+    Sends and the host are measured between two processes only.
 
     Args:
         degree: processes to start on this machine, at least 2.
@@ -49,16 +61,76 @@ def measure_collectives(
         command += ["--nproc-per-node", str(degree), "-m", "autoplan.profiles.measure_links"]
         command += ["--out", str(out), "--backend", backend, "--budget-s", str(budget_s)]
         _run(command, START_UP_S + 3 * budget_s)
-        rows = json.loads(out.read_text(encoding="utf-8"))
+        found = json.loads(out.read_text(encoding="utf-8"))
+    return MeasuredGroup(
+        curves=tables_of(found["rows"], degree, origin),
+        interference=found["interference"],
+        host=found["host"],
+    )
+
+
+def tables_of(
+    rows: Mapping[str, Sequence[tuple[int, float]]],
+    degree: int,
+    origin: str,
+    ranks_per_node: int = 1,
+) -> tuple[CollectiveTable, ...]:
+    """Return measured rows by collective as tables."""
     return tuple(
         CollectiveTable(
             collective=collective,
             degree=degree,
             origin=origin,
             rows=tuple((int(nbytes), float(time_s)) for nbytes, time_s in rows[collective]),
+            ranks_per_node=ranks_per_node,
         )
         for collective in COLLECTIVES
         if rows.get(collective)
+    )
+
+
+def link_of(
+    curves: Sequence[CollectiveTable],
+    *,
+    name: str,
+    level: Level,
+    measured: Origin,
+    interference: float | None = None,
+) -> LinkProfile:
+    """Return the link that measured curves describe.
+
+    Args:
+        curves: at least one of an all_reduce, with the origin `collectives`.
+        name: of the link.
+        level: inside a node or between nodes.
+        measured: origin of every number; its text is replaced.
+        interference: of kernels and collectives.
+    """
+    sends = [curve for curve in curves if curve.collective == "send"]
+    reduces = [curve for curve in curves if curve.collective == "all_reduce"]
+    # Of one rank's own port: the group that shares its node's ports the least.
+    largest = min(reduces, key=lambda curve: (curve.ranks_per_node, -curve.degree))
+    nbytes, time_s = max(largest.rows)
+    degree = largest.degree
+    shortest = min(min(curve.rows) for curve in (sends or reduces))
+    what = "send" if sends else "all_reduce"
+    notes = {
+        "collectives": "median over repeats of the slowest process, one thread each",
+        "latency_s": f"smallest {what}, {shortest[0]} bytes",
+        "bytes_per_s": f"ring bandwidth of an all_reduce of {nbytes} bytes by {degree} processes",
+        "setup_s": "contained in latency_s",
+    }
+    if interference is not None:
+        notes["interference"] = "products beside an all_reduce, autoplan.profiles.measure_groups"
+    return LinkProfile(
+        name=name,
+        level=level,
+        latency_s=shortest[1],
+        bytes_per_s=float(f"{2 * (degree - 1) / degree * nbytes / time_s:.4g}"),
+        interference=interference,
+        curves=tuple(curves),
+        origins={key: replace(measured, text=text) for key, text in notes.items()},
+        origin_by_field={key: key for key in notes if key != "collectives"},
     )
 
 
@@ -91,7 +163,7 @@ def _run(command: list[str], timeout_s: float) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure as one rank of a torchrun job; rank 0 writes `--out`."""
-    parser = argparse.ArgumentParser(description="worker of measure_collectives")
+    parser = argparse.ArgumentParser(description="worker of measure_group")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--budget-s", type=float, default=5.0)
@@ -100,90 +172,27 @@ def main(arguments: list[str] | None = None) -> None:
     import torch
     import torch.distributed as dist
 
+    from autoplan.profiles.measure_groups import collective_rows, interference_ratio
+    from autoplan.profiles.measure_hooks import hook_seconds
+
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if options.backend == "nccl":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group(options.backend)
-    rows: dict[str, list[tuple[int, float]]] = {}
-    slice_s = options.budget_s / (len(COLLECTIVES) * len(SIZES_BYTES))
-    collectives = [c for c in COLLECTIVES if c != "send" or dist.get_world_size() == 2]
-    for collective in collectives:
-        for nbytes in SIZES_BYTES:
-            time_s = _measure(collective, nbytes, device, slice_s)
-            if time_s is not None:
-                rows.setdefault(collective, []).append((nbytes, time_s))
+    rows = collective_rows(None, device, budget_s=options.budget_s)
+    interference = interference_ratio(None, device)
+    host: dict[str, float] = {}
+    if dist.get_world_size() == 2:
+        host = hook_seconds(device, slice_s=HOST_SHARE * options.budget_s / 5)
     if dist.get_rank() == 0:
-        options.out.write_text(json.dumps(rows), encoding="utf-8")
+        found = {"rows": rows, "interference": interference, "host": host}
+        options.out.write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # interpreters that tear down gloo threads sometimes hang
-
-
-def _measure(collective: Collective, nbytes: int, device: Any, slice_s: float) -> float | None:
-    """Return the seconds of one call, the slowest rank's median; None if the backend lacks it."""
-    import torch
-    import torch.distributed as dist
-
-    run = _call(collective, nbytes, device)
-    try:
-        for _ in range(WARM_UP_CALLS):
-            run()
-    except (RuntimeError, NotImplementedError):
-        return None  # the same on every rank: the backend refuses before it communicates
-    _synchronize(device)
-    calls = SMALL_CALLS if nbytes < SMALL_BYTES else 1
-    once = torch.tensor(_once_s(run, device, calls), device=device)
-    dist.all_reduce(once, op=dist.ReduceOp.MAX)
-    repeats = min(MAX_REPEATS, max(MIN_REPEATS, int(slice_s / max(float(once), 1e-6))))
-    median = statistics.median(_once_s(run, device, calls) for _ in range(repeats))
-    slowest = torch.tensor(median, device=device, dtype=torch.float32)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    ways = 2 if collective == "send" else 1  # there and back
-    return float(f"{max(float(slowest) / ways, 1e-9):.4g}")
-
-
-def _call(collective: Collective, nbytes: int, device: Any) -> Callable[[], object]:
-    """Return the collective on a whole buffer of `nbytes`; a send goes there and back."""
-    import torch
-    import torch.distributed as dist
-
-    degree, rank = dist.get_world_size(), dist.get_rank()
-    whole = torch.ones(nbytes // 4 // degree * degree, device=device)
-    shard = torch.ones(whole.numel() // degree, device=device)
-    other = torch.empty_like(whole)
-    if collective == "all_reduce":
-        return lambda: dist.all_reduce(whole)
-    if collective == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, shard)
-    if collective == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(shard, whole)
-    if collective == "all_to_all":
-        return lambda: dist.all_to_all_single(other, whole)
-    message = torch.ones(nbytes // 4, device=device)
-    if rank == 0:
-        return lambda: (dist.send(message, 1), dist.recv(message, 1))
-    return lambda: (dist.recv(message, 0), dist.send(message, 0))
-
-
-def _once_s(run: Callable[[], object], device: Any, calls: int) -> float:
-    import torch.distributed as dist
-
-    dist.barrier()
-    begin = time.perf_counter()
-    for _ in range(calls):
-        run()
-    _synchronize(device)
-    return (time.perf_counter() - begin) / calls
-
-
-def _synchronize(device: Any) -> None:
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

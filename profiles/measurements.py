@@ -119,6 +119,32 @@ class Measurements:
         text = f"nccl-tests size sweep on {gpus} GPUs, {row['interconnect']}; {row['source']}"
         return Origin(kind="published", text=text, device=row["gpu"])
 
+    def sends(self, source_id: str, gpu: str, op: str) -> tuple[CollectiveTable, Origin]:
+        """Return messages by size, of which a source printed the bandwidth, and their origin."""
+        rows = [
+            row
+            for row in self.collectives
+            if (row["source_id"], row["gpu"], row["op"]) == (source_id, gpu, op)
+        ]
+        times = [
+            (int(r["size_bytes"]), float(r["size_bytes"]) / (float(r["busbw_gb_s"]) * 1e9))
+            for r in rows
+        ]
+        (small, small_s), (large, large_s) = times[:2]
+        start_s = small_s - (large_s - small_s) / (large - small) * small
+        times = [(1, max(start_s, 1e-6)), *times]
+        table = CollectiveTable(
+            collective="send",
+            degree=2,
+            origin="nccl",
+            rows=tuple((nbytes, float(f"{time_s:.4g}")) for nbytes, time_s in times),
+        )
+        text = (
+            f"{op} by size, time from the printed bandwidth; 1 byte: the line through the two "
+            f"smallest; {rows[0]['source']}"
+        )
+        return table, Origin(kind="published", text=text, device=gpu)
+
     def bus(self, source_id: str, gpu: str, op: str = "all_reduce") -> Fact:
         """Return the highest printed bus bandwidth of one source, GB/s.
 

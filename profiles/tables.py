@@ -157,17 +157,29 @@ class OpClassTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveTable:
-    """Times of one collective on one group size; rows are (nbytes, time_s), nbytes as in `link`."""
+    """Times of one collective on one group size; rows are (nbytes, time_s), nbytes as in `link`.
+
+    Attributes:
+        collective, degree: which, and over how many ranks.
+        origin: id of its source.
+        rows: (nbytes, time_s).
+        ranks_per_node: between nodes, how many ranks of the group are in each; 1 inside a node.
+    """
 
     collective: Collective
     degree: int
     origin: str
     rows: tuple[tuple[int, float], ...]
+    ranks_per_node: int = 1
 
     def __post_init__(self) -> None:
         _check_rows("curves", self.rows)
         if self.degree < 2:
             raise ValueError(f"degree: a collective needs at least 2 ranks, got {self.degree}")
+        if not 1 <= self.ranks_per_node <= self.degree:
+            raise ValueError(
+                f"ranks_per_node: must be 1 to degree {self.degree}, got {self.ranks_per_node}"
+            )
 
 
 def _check_rows(name: str, rows: Sequence[Sequence[float]]) -> None:

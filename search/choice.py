@@ -24,13 +24,14 @@ from __future__ import annotations
 import time as clock
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from ortools.sat.python import cp_model
+from typing import TYPE_CHECKING, Any
 
 from autoplan.search.cp_sat import SolverOutcome, run_solver
 from autoplan.search.evaluate import choice_cost, verify_choice_problem
 from autoplan.search.problem import ChoiceProblem, ChoiceSolution, Consumer, Link, Status
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
 
 __all__ = [
     "ChoiceModel",
@@ -125,6 +126,8 @@ def minimize_memory(
 def build_choice_model(problem: ChoiceProblem) -> ChoiceModel:
     """Return the programme of a problem, checked and presolved."""
     verify_choice_problem(problem)
+    from ortools.sat.python import cp_model
+
     built = ChoiceModel(problem=problem, model=cp_model.CpModel())
     _add_choices(built)
     for link in problem.links:
@@ -287,6 +290,8 @@ def _cost_terms(built: ChoiceModel, amount: Any, time: int, memory: int) -> None
 
 def _total(terms: Sequence[tuple[int, Any]]) -> Any:
     """Return the linear expression of (coefficient, amount) pairs."""
+    from ortools.sat.python import cp_model
+
     return cp_model.LinearExpr.weighted_sum(
         [amount for _, amount in terms], [coefficient for coefficient, _ in terms]
     )

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.search.evaluate import rounded_up
 from autoplan.search.partition import UNREACHABLE, Columns
-from autoplan.search.problem import PipelineProblem, Run
+from autoplan.search.problem import SLOWNESS_UNIT, PipelineProblem, Run
 from autoplan.search.stage import solve_stage
 
 __all__ = ["Column", "StageKey", "StageTable", "stage_runs"]
@@ -82,7 +83,11 @@ class StageTable:
     def columns(self) -> Columns:
         """Return every column at every place, as the cut programme takes them."""
         rows = [
-            (*place, column.time + self.problem.boundary[place[0]], column.least_once)
+            (
+                *place,
+                self.problem.on_stage(column.time, place[0]) + self.problem.boundary[place[0]],
+                column.least_once,
+            )
             for key, places in self._places.items()
             for place in places
             for column in self._columns[key]
@@ -112,7 +117,8 @@ class StageTable:
         self.num_solved += 1
         limit = region.most_once
         if any(column.counts for column in self._columns[key]):
-            limit = (region.least_once + region.most_once) // 2
+            half = (region.least_once + region.most_once) // 2
+            limit = half - half % self.problem.once_grain
         found = solve_stage(
             stage_runs(self.problem, counts),
             live,
@@ -121,23 +127,28 @@ class StageTable:
             time_limit_s=max(deadline - clock.monotonic(), 0.0),
             seed=seed,
             workers=workers,
+            grain=self.problem.grain,
         )
+        grain, once_grain = self.problem.grain, self.problem.once_grain
         left = [column for column in self._columns[key] if column is not region]
         if limit < region.most_once:
-            left.append(Column(time=region.time, least_once=limit + 1, most_once=region.most_once))
+            left.append(
+                Column(time=region.time, least_once=limit + once_grain, most_once=region.most_once)
+            )
         below = limit
         if found.counts:
+            once = rounded_up(found.once, once_grain)
             left.append(
                 Column(
-                    time=found.time,
-                    least_once=found.once,
-                    most_once=found.once,
+                    time=rounded_up(found.time, grain),
+                    least_once=once,
+                    most_once=once,
                     counts=found.counts,
                 )
             )
-            below = found.once - 1 if found.status == "optimal" else limit
+            below = once - once_grain if found.status == "optimal" else limit
         if found.status != "infeasible" and region.least_once <= below:
-            time = max(region.time, found.bound)
+            time = max(region.time, rounded_up(found.bound, grain))
             left.append(Column(time=time, least_once=region.least_once, most_once=below))
         self._columns[key] = left
 
@@ -154,17 +165,27 @@ class StageTable:
         ]
         self._columns[key] = [
             Column(
-                time=int(self.time[place]) - self.problem.boundary[stage],
+                time=self._own_time(stage, int(self.time[place])),
                 least_once=int(self.once[start, end]),
-                most_once=sum(
-                    count * max(option.once for option in run.options)
-                    for run, count in zip(self.problem.runs, counts, strict=True)
+                most_once=rounded_up(
+                    sum(
+                        count * max(option.once for option in run.options)
+                        for run, count in zip(self.problem.runs, counts, strict=True)
+                    ),
+                    self.problem.once_grain,
                 ),
             )
         ]
         self._places[key] = [own for own in places if self.time[own] < UNREACHABLE]
         for own in self._places[key]:
             self.time[own] = UNREACHABLE
+
+    def _own_time(self, stage: int, time: int) -> int:
+        """Return ticks of the options' device that take no longer than `time` does on a stage's."""
+        own = time - self.problem.boundary[stage]
+        if not self.problem.slowness:
+            return own
+        return max(0, own - 1) * SLOWNESS_UNIT // self.problem.slowness[stage]
 
 
 def stage_runs(problem: PipelineProblem, counts: Sequence[int]) -> list[Run]:
@@ -180,7 +201,8 @@ def _interval_once(problem: PipelineProblem) -> NDArray[np.int64]:
     """Return [start, end] least ticks per step of blocks start..end-1."""
     least = [min(o.once for o in run.options) for run in problem.runs for _ in range(run.count)]
     prefix = np.concatenate([[0], np.cumsum(np.array(least, dtype=np.int64))])
-    return np.asarray(prefix[None, :] - prefix[:, None], dtype=np.int64)
+    sums = prefix[None, :] - prefix[:, None]
+    return np.asarray(rounded_up(sums, problem.once_grain), dtype=np.int64)
 
 
 def _shifted_starts(problem: PipelineProblem, counts: Sequence[int], start: int) -> range:

@@ -24,7 +24,7 @@ options o of a run (`count[c]` blocks):
                 peak[s] >= sum_w step[w] level[s,c,w]                               add_peak
                 sum (static + live[s] kept)[c,o] n[s,c,o] + peak[s] + fixed[s]
                     <= capacity[s]                                                  _add_memory
-                slowest >= t[s],  once >= sum once[c,o] n[s,c,o]                    _add_objective
+                slowest >= t[s],  once >= sum once[c,o] n[s,c,o], rounded up        _add_objective
                 objective < cutoff                                                  _add_objective
 
 Filling runs from the front makes the overlap of a run and a stage linear: no clamps. Where a run
@@ -81,9 +81,11 @@ def solve_by_counting(
     """Return the solution of least objective, with the arguments and statuses of `solve_pipeline`.
 
     Raises:
-        ValueError: if the problem is malformed.
+        ValueError: if the problem is malformed, or its stages are on unlike devices.
     """
     verify_pipeline_problem(problem)
+    if problem.slowness:
+        raise ValueError("the counting programme knows alike stages only: leave slowness empty")
     built = _CountingModel(problem=problem)
     for stage in range(problem.num_stages - 1):
         _add_end(built, stage)
@@ -173,8 +175,8 @@ def _add_memory(built: _CountingModel, stage: int) -> None:
 def _add_objective(built: _CountingModel, cutoff: int | None) -> None:
     """Minimise the step time, below the cutoff."""
     problem, model = built.problem, built.model
-    slowest = model.new_int_var(0, _most(problem, "time"), "slowest")
-    once = model.new_int_var(0, _most(problem, "once"), "once")
+    slowest = model.new_int_var(0, _most(problem, "time") + problem.grain, "slowest")
+    once_grains = model.new_int_var(0, -(-_most(problem, "once") // problem.once_grain), "once")
     times = []
     for stage, counts in enumerate(built.counts):
         pairs = [
@@ -182,12 +184,13 @@ def _add_objective(built: _CountingModel, cutoff: int | None) -> None:
             for run, own in zip(problem.runs, counts, strict=True)
             for option, n in zip(run.options, own, strict=True)
         ]
-        times.append(
-            sum((option.forward + option.backward) * n for option, n in pairs)
-            + problem.boundary[stage]
-        )
+        ticks = sum((option.forward + option.backward) * n for option, n in pairs)
+        grains = model.new_int_var(0, -(-_most(problem, "time") // problem.grain), f"t[{stage}]")
+        model.add(problem.grain * grains >= ticks)
+        times.append(problem.grain * grains + problem.boundary[stage])
         model.add(slowest >= times[-1])
-        model.add(once >= sum(option.once * n for option, n in pairs))
+        model.add(problem.once_grain * once_grains >= sum(option.once * n for option, n in pairs))
+    once = problem.once_grain * once_grains
     objective = sum(times) + (problem.num_microbatches - 1) * slowest + once + problem.constant
     if cutoff is not None:
         model.add(objective <= cutoff - 1)

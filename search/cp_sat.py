@@ -6,11 +6,12 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from ortools.sat.python import cp_model
+from typing import TYPE_CHECKING, Any
 
 from autoplan.search.problem import Status
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
 
 __all__ = ["SolverOutcome", "run_solver"]
 
@@ -67,6 +68,8 @@ def run_solver(
         KeyboardInterrupt: on Ctrl-C, after the solver has stopped.
         RuntimeError: if CP-SAT calls the model invalid.
     """
+    from ortools.sat.python import cp_model
+
     solver = cp_model.CpSolver()
     parameters = solver.parameters
     parameters.random_seed = seed
@@ -133,6 +136,8 @@ def _solve_interruptibly(solver: cp_model.CpSolver, model: cp_model.CpModel) -> 
 
 def _status_name(code: Any, model: cp_model.CpModel) -> Status:
     """Return our name of a CP-SAT status; an unknown code or an invalid model is our own bug."""
+    from ortools.sat.python import cp_model
+
     if code == cp_model.OPTIMAL:
         return "optimal"
     if code == cp_model.FEASIBLE:

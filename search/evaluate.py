@@ -9,8 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
-from autoplan.search.problem import BlockOption, ChoiceProblem, Link, PipelineProblem
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.search.problem import (
+    SLOWNESS_UNIT,
+    BlockOption,
+    ChoiceProblem,
+    Link,
+    PipelineProblem,
+)
+
+_Number = TypeVar("_Number", int, "NDArray[np.int64]")
 
 __all__ = [
     "StageCost",
@@ -20,6 +32,7 @@ __all__ = [
     "is_anchored",
     "option_numbers",
     "pipeline_objective",
+    "rounded_up",
     "stage_costs",
     "verify_choice_problem",
     "verify_pipeline_problem",
@@ -93,14 +106,22 @@ def stage_costs(
         held = sum(block.static + problem.live[stage] * block.kept for block in own)
         costs.append(
             StageCost(
-                time=sum(block.forward + block.backward for block in own) + problem.boundary[stage],
-                once=sum(block.once for block in own),
+                time=problem.on_stage(
+                    rounded_up(sum(b.forward + b.backward for b in own), problem.grain), stage
+                )
+                + problem.boundary[stage],
+                once=rounded_up(sum(block.once for block in own), problem.once_grain),
                 memory=held
                 + max((block.working for block in own), default=0)
                 + problem.fixed[stage],
             )
         )
     return tuple(costs)
+
+
+def rounded_up(number: _Number, grain: int) -> _Number:
+    """Return the least multiple of `grain` that is not below a number, or an array of them."""
+    return -(-number // grain) * grain
 
 
 def pipeline_objective(problem: PipelineProblem, costs: Sequence[StageCost]) -> int:
@@ -159,8 +180,9 @@ def verify_pipeline_problem(problem: PipelineProblem) -> None:
 
     Rules: (1) every run has a block and an option; (2) times and memories are at least 0; (3) the
     tuples per stage are equally long; (4) `cut_allowed` is empty or has one entry per position;
-    (5) `together` names blocks that exist; (6) `num_microbatches` and `min_blocks` are at least 1;
-    (7) `anchors` is empty or has one entry per block, the same within a run.
+    (5) `together` names blocks that exist; (6) `num_microbatches`, `min_blocks` and the grains are
+    at least 1; (7) `anchors` is empty or has one entry per block, the same within a run; (8)
+    `slowness` is empty or has one entry per stage, none below 1.
 
     Raises:
         ValueError: naming the rule's subject, what was got and what is allowed.
@@ -180,6 +202,10 @@ def verify_pipeline_problem(problem: PipelineProblem) -> None:
         )
     if problem.num_microbatches < 1:
         raise ValueError(f"num_microbatches is {problem.num_microbatches}: use at least 1")
+    if min(problem.grain, problem.once_grain) < 1:
+        raise ValueError(
+            f"grain is {problem.grain} and once_grain {problem.once_grain}: use at least 1"
+        )
     if problem.min_blocks < 1:
         raise ValueError(f"min_blocks is {problem.min_blocks}: use at least 1")
     if problem.cut_allowed and len(problem.cut_allowed) != problem.num_blocks - 1:
@@ -191,6 +217,12 @@ def verify_pipeline_problem(problem: PipelineProblem) -> None:
         raise ValueError(
             f"anchors has {len(problem.anchors)} entries for {problem.num_blocks} blocks: give it "
             "one per block, or none"
+        )
+    is_per_stage = len(problem.slowness) in (0, problem.num_stages)
+    if not is_per_stage or any(s < SLOWNESS_UNIT for s in problem.slowness):
+        raise ValueError(
+            f"slowness is {problem.slowness}: give it one number of at least {SLOWNESS_UNIT} per "
+            f"stage, {problem.num_stages} of them, or none"
         )
     first = 0
     for index, run in enumerate(problem.runs):

@@ -15,7 +15,7 @@ weight * (its least threshold) + F(high) is no better than the best known, or if
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,45 +70,69 @@ def best_partition(
         The partition, with the threshold of `once`; of equal ones always the same.
     """
     least_once = np.where(time < UNREACHABLE, once[None], UNREACHABLE)
-    values = _values_from_bottleneck(columns.least(least_once, columns.once, None), columns.once)
+    least = _bottleneck(columns.least(least_once, columns.once, None))
+    if least >= UNREACHABLE:
+        return None
 
     def solve(most_once: int) -> Partition:
         masked = np.where(once[None] <= most_once, time, UNREACHABLE)
         return _best_sum_and_slowest(columns.least(masked, columns.time, most_once), weight)
 
-    return _best_threshold(values, 1, solve)
+    is_used = (time < UNREACHABLE).any(axis=0)
+    return _best_over([once[is_used], columns.once], least, 1, solve)
 
 
 def _best_sum_and_slowest(time: NDArray[np.int64], weight: int) -> Partition:
     """Return the best partition without `once` of a reachable chain."""
-    values = _values_from_bottleneck(time, time[:0])
 
     def solve(slowest: int) -> Partition:
         return _shortest(np.where(time <= slowest, time, UNREACHABLE))
 
-    best = _best_threshold(values, weight, solve)
-    assert best is not None, "the bottleneck is reachable by definition"
-    return best
+    return _best_over([time.ravel()], _bottleneck(time), weight, solve)
 
 
-def _values_from_bottleneck(cost: NDArray[np.int64], more: NDArray[np.int64]) -> list[int]:
-    """Return the thresholds that matter, ascending: none below what every partition reaches.
-
-    Args:
-        cost: [stage, start, end], UNREACHABLE where a stage may not be.
-        more: further costs, in any shape.
-
-    Returns:
-        All reachable costs from the least possible maximum over a partition's stages; empty if
-        no partition is reachable.
-    """
+def _bottleneck(cost: NDArray[np.int64]) -> int:
+    """Return the least possible maximum over a partition's stages; UNREACHABLE if there is none."""
     reach = np.full(cost.shape[1], UNREACHABLE, dtype=np.int64)
     reach[0] = 0
     for stage in cost:
         reach = np.maximum(reach[:, None], stage).min(axis=0)
-    every = np.unique(np.concatenate([cost.ravel(), more.ravel()]))
-    values: list[int] = every[(every >= reach[-1]) & (every < UNREACHABLE)].tolist()
-    return values
+    return int(reach[-1])
+
+
+def _best_over(
+    costs: Sequence[NDArray[np.int64]],
+    least: int,
+    weight: int,
+    solve: Callable[[int], Partition],
+) -> Partition:
+    """Return the partition of least weight * threshold + solve(threshold).objective.
+
+    Args:
+        costs: among them are all thresholds that may matter.
+        least: the least threshold under which there is a partition.
+        weight: at least 0.
+        solve: its objective never grows with the threshold.
+    """
+    known: dict[int, Partition] = {}
+
+    def solved(threshold: int) -> Partition:
+        if threshold not in known:
+            known[threshold] = solve(threshold)
+        return known[threshold]
+
+    tight, loose = solved(least), solved(UNREACHABLE - 1)
+    most = least
+    if weight and tight.objective > loose.objective:
+        # Above this even the least objective would cost more than the tightest threshold.
+        most += (tight.objective - loose.objective) // weight
+    elif not weight:
+        return replace(loose, threshold=UNREACHABLE - 1)
+    every = [own[(own >= least) & (own <= most)] for own in costs]
+    values: list[int] = np.unique(np.concatenate(every)).tolist()
+    best = _best_threshold(values, weight, solved)
+    assert best is not None, "the bottleneck is a threshold"
+    return best
 
 
 def _best_threshold(

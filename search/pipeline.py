@@ -35,11 +35,19 @@ from autoplan.search.evaluate import (
     cut_positions,
     option_numbers,
     pipeline_objective,
+    rounded_up,
     stage_costs,
     verify_pipeline_problem,
 )
 from autoplan.search.partition import UNREACHABLE, best_partition
-from autoplan.search.problem import BlockOption, PipelineProblem, PipelineSolution, Run, Status
+from autoplan.search.problem import (
+    SLOWNESS_UNIT,
+    BlockOption,
+    PipelineProblem,
+    PipelineSolution,
+    Run,
+    Status,
+)
 from autoplan.search.stage import stage_time_bounds
 
 __all__ = ["solve_pipeline"]
@@ -159,11 +167,17 @@ def _interval_bounds(problem: PipelineProblem) -> NDArray[np.int64]:
     for stage, live in enumerate(problem.live):
         room = problem.capacity[stage] - problem.fixed[stage]
         if (live, room) not in known:
-            known[live, room] = stage_time_bounds(blocks, live, room)
+            exact = stage_time_bounds(blocks, live, room)
+            rounded = rounded_up(exact, problem.grain)
+            known[live, room] = np.where(exact < UNREACHABLE, rounded, UNREACHABLE)
         may_start = is_cut if stage > 0 else ends == 0
         may_end = is_cut if stage < last else ends == size - 1
         allowed = may_start[:, None] & may_end[None, :] & long_enough
-        bounds = np.minimum(known[live, room] + problem.boundary[stage], UNREACHABLE)
+        own = known[live, room]
+        if problem.slowness:
+            slowed = -(-own * problem.slowness[stage] // SLOWNESS_UNIT)
+            own = np.where(own < UNREACHABLE, slowed, UNREACHABLE)
+        bounds = np.minimum(own + problem.boundary[stage], UNREACHABLE)
         stages.append(np.where(allowed, bounds, UNREACHABLE))
     return np.stack(stages)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 __all__ = [
+    "SLOWNESS_UNIT",
     "BlockOption",
     "ChoiceOption",
     "ChoiceProblem",
@@ -22,6 +23,8 @@ __all__ = [
     "Run",
     "Status",
 ]
+
+SLOWNESS_UNIT = 1024  # of `PipelineProblem.slowness`
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
@@ -121,7 +124,9 @@ class PipelineProblem:
     """Level 2: cut a chain of blocks into stages and choose an option for every block.
 
     minimise   sum_s t[s] + (num_microbatches - 1) * max_s t[s] + max_s once[s] + constant
-    where      t[s] = forward + backward of the stage's blocks + boundary[s]
+    where      t[s] = slowness[s] * (forward + backward of the stage's blocks, rounded up to
+                      `grain`) + boundary[s]
+               once[s] = that of the stage's blocks, rounded up to `once_grain`
     subject to static + live[s] * kept + max working + fixed[s] <= capacity[s]   for every stage s
 
     Attributes:
@@ -137,6 +142,9 @@ class PipelineProblem:
         together: groups of block indices that must share one stage (tied parameters that may not
             be split).
         min_blocks: least blocks per stage.
+        slowness: per stage by how much its device is slower than the one whose times the options
+            have, in units of 1 / `SLOWNESS_UNIT`; empty: all are as fast.
+        grain, once_grain: ticks that count as no difference between stages.
         anchors: per block whether it can make a stage: every stage must have one that can; empty:
             every block can.
     """
@@ -151,7 +159,14 @@ class PipelineProblem:
     cut_allowed: tuple[bool, ...] = ()
     together: tuple[tuple[int, ...], ...] = ()
     min_blocks: int = 1
+    grain: int = 1
+    once_grain: int = 1
     anchors: tuple[bool, ...] = ()
+    slowness: tuple[int, ...] = ()
+
+    def on_stage(self, time: int, stage: int) -> int:
+        """Return the ticks of a stage's blocks on its own device, rounded up."""
+        return -(-time * self.slowness[stage] // SLOWNESS_UNIT) if self.slowness else time
 
     @property
     def num_blocks(self) -> int:
@@ -173,6 +188,7 @@ class PipelineSolution:
         options: per block the index of its option; within a run and a stage, blocks with the
             smaller index come first.
         objective: ticks; `bound` is proven: no solution is below it.
+        variant: which one of the caller's problems it solves, where there are several.
     """
 
     status: Status
@@ -180,3 +196,4 @@ class PipelineSolution:
     options: tuple[int, ...]
     objective: int
     bound: int
+    variant: int = 0

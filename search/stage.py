@@ -5,15 +5,17 @@ The programme of one stage, over its runs c (`count[c]` blocks) and their option
     n[c,o]     blocks of run c that use option o                              0 .. count[c]
     level[c,w] run c uses an option whose working memory is w or more         0 or 1
 
-    minimise   sum (forward + backward)[c,o] n[c,o]                           solve_stage
-    subject to sum_o n[c,o] = count[c]                                        _add_run
+    minimise   grains                                                         solve_stage
+    subject to sum (forward + backward)[c,o] n[c,o] <= grain grains           solve_stage
+               sum_o n[c,o] = count[c]                                        _add_run
                peak >= sum_w step[w] level[c,w] for every c                   add_peak
                sum of n[c,o] with working[o] >= w  <=  count[c] level[c,w]    add_peak
                sum (static + live kept)[c,o] n[c,o] + peak <= room            solve_stage
                sum once[c,o] n[c,o] <= most_once                              solve_stage
 
 `step[w]` is the distance of w from the next smaller working memory. For a run of one block, level
-is a sum of its n. The bound is the Lagrangian relaxation of the last row at a grid of prices:
+is a sum of its n. CP-SAT is asked where a mix by prices (mixing.py) is not proven. The bound is the
+Lagrangian relaxation of the last row at a grid of prices:
 
     time >= sum_b min_o (time[o] + price (static + live kept)[o]) - price (room - least peak)
 
@@ -25,15 +27,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from ortools.sat.python import cp_model
 
-from autoplan.search.cp_sat import run_solver
+from autoplan.search.evaluate import rounded_up
+from autoplan.search.mixing import mix_options
 from autoplan.search.partition import UNREACHABLE
 from autoplan.search.problem import BlockOption, Run, Status
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
 
 __all__ = ["StageSolution", "add_peak", "solve_stage", "stage_time_bounds"]
 
@@ -132,8 +137,12 @@ def solve_stage(
     time_limit_s: float,
     seed: int,
     workers: int,
+    grain: int = 1,
 ) -> StageSolution:
-    """Return the fastest options of one stage's runs within its room and `most_once` ticks."""
+    """Return the fastest options of one stage's runs within its room and `most_once` ticks.
+
+    Times that round up to the same multiple of `grain` count as equal.
+    """
     fastest = tuple(_fastest_counts(run) for run in runs)
     once = _total_once(runs, fastest)
     if once <= most_once and _stage_memory(runs, fastest, live) <= room:
@@ -141,6 +150,18 @@ def solve_stage(
         return StageSolution(status="optimal", counts=fastest, time=time, bound=time, once=once)
     if room < 0:
         return StageSolution(status="infeasible", counts=(), time=0, bound=0, once=0)
+    mix = mix_options(runs, live, room, most_once, grain)
+    most = sum(run.count * max(o.forward + o.backward for o in run.options) for run in runs)
+    if mix.bound > most:
+        return StageSolution(status="infeasible", counts=(), time=0, bound=0, once=0)
+    if mix.counts and rounded_up(mix.time, grain) <= rounded_up(mix.bound, grain):
+        return StageSolution(
+            status="optimal", counts=mix.counts, time=mix.time, bound=mix.bound, once=mix.once
+        )
+    from ortools.sat.python import cp_model
+
+    from autoplan.search.cp_sat import run_solver
+
     model = cp_model.CpModel()
     peak = model.new_int_var(0, room, "peak")
     counts = [_add_run(model, run, peak) for run in runs]
@@ -151,7 +172,14 @@ def solve_stage(
     )
     model.add(held + peak <= room)
     model.add(_total_once(runs, counts) <= most_once)
-    model.minimize(_total_time(runs, counts))
+    if mix.counts:
+        most = mix.time
+        for own, values in zip(counts, mix.counts, strict=True):
+            for variable, value in zip(own, values, strict=True):
+                model.add_hint(variable, value)
+    grains = model.new_int_var(-(-mix.bound // grain), -(-most // grain), "grains")
+    model.add(_total_time(runs, counts) <= grain * grains)
+    model.minimize(grains)
     outcome = run_solver(
         model,
         [n for own in counts for n in own],
@@ -160,13 +188,13 @@ def solve_stage(
         workers=workers,
         tuning=_TUNING,
     )
-    values = iter(outcome.values)
-    chosen = tuple(tuple(next(values) for _ in run.options) for run in runs if outcome.values)
+    found = iter(outcome.values)
+    chosen = tuple(tuple(next(found) for _ in run.options) for run in runs if outcome.values)
     return StageSolution(
         status=outcome.status,
         counts=chosen,
-        time=outcome.objective,
-        bound=outcome.bound,
+        time=_total_time(runs, chosen) if chosen else 0,
+        bound=outcome.bound * grain if grain > 1 else outcome.bound,
         once=_total_once(runs, chosen) if chosen else 0,
     )
 

@@ -23,10 +23,19 @@ def fastest_of_setting(planner: Planner, setting: Setting) -> float | None:
     """
     pricer = planner.pricer(setting.microbatch_size)
     calls = pricer.trace.calls
-    options = [pricer.decisions(call.block, setting.tp) for call in calls]
+    combinations_of_decisions = [
+        decisions
+        for is_sliced in pricer.borders(setting.tp)
+        for decisions in product(
+            *(
+                pricer.decisions(call.block, setting.tp, is_sequence_parallel=is_sliced)
+                for call in calls
+            )
+        )
+    ]
     best: float | None = None
     for cuts in combinations(range(1, len(calls)), setting.pp - 1):
-        for decisions in product(*options):
+        for decisions in combinations_of_decisions:
             price = pricer.plan_price(setting, (*cuts, len(calls)), decisions)
             fits = price.peak_memory_bytes <= planner.cluster.total_bytes
             if fits and (best is None or price.step_time_s < best):

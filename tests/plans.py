@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from autoplan.meshes import AxisOrder
 from autoplan.plan import (
     BlockPlan,
     Layout,
@@ -35,6 +36,8 @@ def hand_plan(
     first_calls: Sequence[int] | None = None,
     layouts: Mapping[str, Layout] | None = None,
     mixed_precision: Literal["none", "bfloat16"] = "none",
+    dp_replicate: int = 1,
+    axis_order: AxisOrder = "tp-dp-pp",
     offload: Literal["none", "optimizer"] = "none",
 ) -> Plan:
     """Return a plan for a program; `first_calls` are the first calls of stages 1, 2, ..."""
@@ -60,7 +63,7 @@ def hand_plan(
     return Plan(
         model=model,
         fingerprint=program.fingerprint,
-        mesh=Mesh(dp=dp, tp=tp, pp=pp),
+        mesh=Mesh(dp=dp, tp=tp, pp=pp, dp_replicate=dp_replicate, axis_order=axis_order),
         zero_stage=zero_stage,
         microbatch_size=program.microbatch_size,
         num_microbatches=num_microbatches,

@@ -145,6 +145,8 @@ def pipeline_problems(draw: st.DrawFn, *, max_blocks: int = 6) -> PipelineProble
         cut_allowed=draw(st.one_of(st.just(()), cuts.map(tuple))),
         together=draw(st.one_of(st.just(()), st.tuples(group))),
         min_blocks=draw(st.sampled_from((1, 1, 2))),
+        grain=draw(st.sampled_from((1, 1, 4))),
+        once_grain=draw(st.sampled_from((1, 1, 3))),
         anchors=draw(st.sampled_from(((), anchors))),
     )
 

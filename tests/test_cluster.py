@@ -19,6 +19,9 @@ from tests.strategies import clusters
 LAWS = settings(derandomize=True, deadline=None, max_examples=60)
 
 
+LINK = "gpus_per_node: 4\ndevice: a100\nintra: {latency_s: 1e-6, bytes_per_s: 1e9, "
+
+
 def write_yaml(folder: Path, text: str) -> Path:
     path = folder / "cluster.yaml"
     path.write_text(text, encoding="utf-8")
@@ -132,6 +135,18 @@ def test_yaml_file_gives_every_setting(tmp_path: Path) -> None:
     assert cluster.intra.bytes_per_s == Cluster.parse("8:a100").intra.bytes_per_s
 
 
+def test_yaml_file_gives_measured_curves(tmp_path: Path) -> None:
+    path = write_yaml(
+        tmp_path,
+        "num_nodes: 2\ngpus_per_node: 4\ndevice: a100\ninter:\n  latency_s: 2e-5\n"
+        "  bytes_per_s: 12.5e9\n  interference: 1.3\n  curves:\n"
+        "  - {collective: all_reduce, degree: 8, ranks_per_node: 4, rows: [[1024, 3e-4]]}\n",
+    )
+    link = Cluster.parse(path).link_for(8)
+    assert link.collective_time_s("all_reduce", 1024, 8) == 3e-4
+    assert link.interference == 1.3
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -145,6 +160,20 @@ def test_yaml_file_gives_every_setting(tmp_path: Path) -> None:
         (
             "gpus_per_node: 4\ndevice: a100\nintra: {latency_s: x, bytes_per_s: 1}\n",
             "intra.latency_s: must be a number",
+        ),
+        (
+            f"{LINK}interference: 0.5}}\n",
+            "intra.interference: must be at least 1",
+        ),
+        (f"{LINK}curves: 3}}\n", "intra.curves: must be a list"),
+        (f"{LINK}curves: [{{degree: 2, rows: []}}]}}\n", "curves[0]: collective: missing"),
+        (
+            f"{LINK}curves: [{{collective: send, degree: 2, rows: [7]}}]}}\n",
+            "curves[0].rows: must be a list of [bytes, seconds]",
+        ),
+        (
+            f"{LINK}curves: [{{collective: send, degree: 1, rows: [[7, 1]]}}]}}\n",
+            "curves[0].degree: a collective needs at least 2 ranks",
         ),
         ("- 1\n", "must be a mapping"),
         ("a: [\n", "cannot read the cluster file"),

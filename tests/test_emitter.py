@@ -143,6 +143,20 @@ def test_tensor_parallel_under_every_zero_stage_equals_the_model() -> None:
     check([*cases, case("gpt2", tp=2, dp=2, zero_stage=3, layouts=megatron)], 4)
 
 
+def test_hybrid_sharding_equals_the_model() -> None:
+    replicas = {"dp": 4, "dp_replicate": 2}
+    cases = [
+        case("gpt_tied", zero_stage=zero, num_microbatches=2, recompute=selective, **replicas)
+        for zero in (1, 2, 3)
+    ]
+    check([*cases, case("gpt2", zero_stage=3, **replicas)], 4)
+
+
+def test_a_pipeline_inside_the_data_parallel_axis_equals_the_model() -> None:
+    inside = {"dp": 2, "pp": 2, "num_microbatches": 2, "axis_order": "tp-pp-dp"}
+    check([case("gpt_tied", zero_stage=zero, **inside) for zero in (0, 3)], 4)
+
+
 def test_three_dimensions_equal_the_model() -> None:
     plan = {"pp": 2, "dp": 2, "tp": 2, "num_microbatches": 2, "layouts": megatron}
     check([case("gpt_tied", zero_stage=z, recompute=selective, **plan) for z in (1, 3)], 8)

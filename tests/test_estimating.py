@@ -100,6 +100,25 @@ def test_impossible_numbers_say_what_is_possible(options: dict[str, Any], messag
         priced(**options)
 
 
+def test_several_recompute_words_go_round_the_repeated_blocks() -> None:
+    kept = {
+        str(words): priced(dp=4, recompute=words).step_time_s
+        for words in ("none", ("full", "none"), ("full",), "full")
+    }
+    assert kept["('full',)"] == kept["full"]
+    assert kept["none"] < kept["('full', 'none')"] < kept["full"]
+
+
+def test_fewer_micro_batches_than_stages_are_priced_for_engines_that_run_them() -> None:
+    """torch's 1F1B refuses them, Megatron-LM does not; the pipeline is never full."""
+    options: dict[str, Any] = {"dp": 1, "pp": 4, "engine": "megatron"}
+    two, four = (priced(microbatch_size=size, **options) for size in (4, 2))
+    assert two.written is None
+    assert two.step_time_s > 0
+    assert two.time_by_category["pipeline"] > 0
+    assert len(four.peak_memory_bytes) == 4
+
+
 def test_more_stages_than_blocks_are_refused() -> None:
     model = LinearChain(width=16, depth=2)
     with pytest.raises(ValueError, match=r"pp=4 stages for a chain of \d blocks: lower pp"):

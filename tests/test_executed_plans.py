@@ -61,7 +61,8 @@ def test_rank_correlation_depends_on_the_order_only(values: list[float]) -> None
 def _execute(rank: int, text: str) -> Measured:
     from autoplan.plan import Plan
 
-    return execute(Plan.from_json(text))
+    (measured,) = execute([Plan.from_json(text)])
+    return measured
 
 
 def test_an_executed_plan_gives_its_row() -> None:

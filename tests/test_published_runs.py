@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.published_rows import Skipped, configurations, measured_bytes, measured_time_s
-from benchmarks.published_runs import main
+from benchmarks.published_runs import main, stages_of_first_node
 
 ROW = {
     "source_id": "made_up/one",
@@ -79,10 +79,49 @@ def test_times_and_bytes_are_read_in_their_units() -> None:
     for kind, nbytes, counted in (
         ("torch max allocated", 2**30, "allocated"),
         ("reserved GB as reported", 1e9, "reserved"),
-        ("nvidia-smi GB (rounded)", 1e9, "device"),
+        ("nvidia-smi GB (rounded)", 1000 * 2**20, "device"),
     ):
         row = {**ROW, "peak_mem_gib": "1", "mem_kind": kind}
         assert measured_bytes(row) == (nbytes, counted)
+
+
+@pytest.mark.parametrize(
+    ("change", "engine"),
+    [
+        ({"framework": "Megatron-Core (transformer_engine)"}, "megatron-te"),
+        ({"framework": "Megatron-LM + TE 2", "args": "overlap-grad-reduce"}, "megatron-te-overlap"),
+        ({"args": "overlap-grad-reduce"}, "megatron-overlap"),
+        (
+            {
+                "framework": "Megatron-Core (transformer_engine)",
+                "args": "overlap-grad-reduce no-gradient-accumulation-fusion",
+            },
+            "megatron-unfused-overlap",
+        ),
+        ({"framework": "Megatron-DeepSpeed", "dtype": "fp16"}, "megatron-deepspeed"),
+        ({"framework": "InternEvo"}, "internevo"),
+        ({"framework": "torchtitan (compile)", "source": "bench_202412.md"}, "torchtitan"),
+        (
+            {"framework": "torchtitan (compile)", "source": "bench_2025-06.md", "tp": "1"},
+            "torchtitan-compiled-loss",
+        ),
+    ],
+)
+def test_an_engine_is_told_from_the_framework(change: dict[str, str], engine: str) -> None:
+    dp = "4" if change.get("tp") == "1" else "2"
+    found = configurations({**ROW, **change, "dp": dp})
+    assert {configuration.options["engine"] for configuration in found} == {engine}
+
+
+def test_recompute_of_every_second_layer_alternates() -> None:
+    (found,) = configurations({**ROW, "recompute": "selective_layer(every 2nd layer)"})
+    assert found.options["recompute"] == ("full", "none")
+
+
+def test_nvidia_smi_shows_the_stages_of_one_node() -> None:
+    row = {**ROW, "gpus": "8", "gpus_per_node": "2", "tp": "1", "pp": "4", "dp": "2"}
+    (found,) = configurations({**row, "sequence_parallel": "false", "global_batch": "8"})
+    assert stages_of_first_node(found) == 1
 
 
 def test_the_command_writes_a_summary_per_source_and_every_row(

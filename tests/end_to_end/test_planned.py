@@ -99,10 +99,15 @@ def test_plans_that_memory_forces_to_combine_equal_the_model(name: str, share: f
     check([(f"{name} {plan.mesh} {plan.zero_stage}", name, plan)])
 
 
-def frontier_plans(name: str, setting: Setting, planner: Planner) -> list[tuple[str, str, Plan]]:
+def frontier_plans(
+    name: str, setting: Setting, planner: Planner, *, is_sequence_parallel: bool = False
+) -> list[tuple[str, str, Plan]]:
     """Return plans that go from one end of every block class's frontier to the other."""
     pricer = planner.pricer(setting.microbatch_size)
-    points = [pricer.decisions(b, setting.tp) for b in range(len(pricer.trace.blocks))]
+    points = [
+        pricer.decisions(b, setting.tp, is_sequence_parallel=is_sequence_parallel)
+        for b in range(len(pricer.trace.blocks))
+    ]
     blocks = [call.block for call in pricer.trace.calls]
     most = min(MOST_POINTS, max(map(len, points)))
     plans = []
@@ -117,6 +122,15 @@ def frontier_plans(name: str, setting: Setting, planner: Planner) -> list[tuple[
 @pytest.mark.parametrize("name", ["gpt", "llama", "gpt2"])
 def test_a_frontier_from_end_to_end_equals_the_model(name: str) -> None:
     check(frontier_plans(name, TP, planner_of(name, 2, rows=2)))
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_slices_of_tokens_that_cross_blocks_and_stages_equal_the_model(name: str) -> None:
+    setting = replace(TP, dp=1, pp=2, num_microbatches=2, schedule="1f1b")
+    planner = planner_of(name, 4, rows=2)
+    plans = frontier_plans(name, setting, planner, is_sequence_parallel=True)
+    assert all(plan.slices == setting.tp for _, _, plan in plans)
+    check(plans)
 
 
 def marked_plans(name: str, planner: Planner, seeds: range) -> list[tuple[str, str, Plan]]:

@@ -15,7 +15,7 @@ from autoplan.cluster import Cluster
 from autoplan.errors import ProfileError
 from autoplan.profiles import load_profile
 from autoplan.profiles.measure import measure_device, profile_command
-from autoplan.profiles.measure_links import measure_collectives
+from autoplan.profiles.measure_links import measure_group
 from autoplan.profiles.measure_numbers import measure_extras
 from autoplan.profiles.measure_op_classes import measure_classes
 from autoplan.profiles.origin import Origin
@@ -63,17 +63,22 @@ def test_shapes_of_a_model_are_measured_first() -> None:
 
 
 def test_collectives_between_two_processes_are_measured() -> None:
-    curves = measure_collectives(2, budget_s=1.0)
-    by_name = {curve.collective: curve for curve in curves}
+    found = measure_group(2, budget_s=1.0)
+    by_name = {curve.collective: curve for curve in found.curves}
     assert {"all_reduce", "all_gather", "reduce_scatter", "send"} <= set(by_name)
-    for curve in curves:
+    assert found.interference is not None
+    assert found.interference >= 1.0
+    names = ("sharded_block", "gather", "reduce", "pipeline_action")
+    assert set(found.host) == {f"host.{name}.seconds" for name in names}
+    assert all(0 < value < 1 for value in found.host.values())
+    for curve in found.curves:
         assert curve.degree == 2
         assert all(time_s > 0 for _, time_s in curve.rows)
 
 
 def test_failing_workers_are_a_profile_error() -> None:
     with pytest.raises(ProfileError, match="measuring collectives failed"):
-        measure_collectives(2, budget_s=0.1, backend="smoke_signals")
+        measure_group(2, budget_s=0.1, backend="smoke_signals")
 
 
 def test_budget_must_be_positive() -> None:
@@ -133,6 +138,8 @@ def test_single_numbers_name_their_unit_and_origin() -> None:
     assert "host_copy.pageable.to_host.bytes_per_s" in found
     assert all(value > 0 and name.endswith(("_bytes", "_per_s")) for name, value in found.items())
     profile = measure_device("cpu", budget_s=0.3, with_links=False)
+    assert profile.host.op_forward > 0
+    assert profile.origin_by_field["measurements.host.region.seconds"] == "host"
     assert profile.measurements["context_bytes"] > 2**20
     assert profile.origin_by_field["measurements.context_bytes"] == "extras"
 

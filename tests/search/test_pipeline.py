@@ -12,7 +12,13 @@ from autoplan.search.counting import solve_by_counting
 from autoplan.search.evaluate import cut_positions, pipeline_objective, stage_costs
 from autoplan.search.exhaustive import best_pipeline
 from autoplan.search.pipeline import solve_pipeline
-from autoplan.search.problem import BlockOption, PipelineProblem, PipelineSolution, Run
+from autoplan.search.problem import (
+    SLOWNESS_UNIT,
+    BlockOption,
+    PipelineProblem,
+    PipelineSolution,
+    Run,
+)
 from tests.search.profiles import few, many
 from tests.strategies import pipeline_problems
 
@@ -52,6 +58,27 @@ def test_pipeline_equals_exhaustive_search(problem: PipelineProblem) -> None:
     assert set(got.ends[:-1]) <= set(cut_positions(problem))
 
 
+@few
+@given(problem=pipeline_problems(), data=st.data())
+def test_stages_on_slower_devices_equal_exhaustive_search(
+    problem: PipelineProblem, data: st.DataObject
+) -> None:
+    stages = problem.num_stages
+    slow = st.lists(st.integers(SLOWNESS_UNIT, 4 * SLOWNESS_UNIT), min_size=stages, max_size=stages)
+    problem = replace(problem, slowness=tuple(data.draw(slow)))
+    expected = best_pipeline(problem)
+    got = solve(problem)
+    wanted = ("infeasible", 0) if expected is None else ("optimal", expected)
+    assert (got.status, got.objective) == wanted
+
+
+def test_a_device_of_half_the_speed_gets_half_the_blocks() -> None:
+    problem = replace(chain([10] * 12, 2), slowness=(SLOWNESS_UNIT, 2 * SLOWNESS_UNIT))
+    assert solve(problem).ends == (8, 12)
+    with pytest.raises(ValueError, match="slowness is"):
+        solve(replace(problem, slowness=(SLOWNESS_UNIT,)))
+
+
 def test_options_that_differ_in_once_are_traded_against_time() -> None:
     """Forty alike blocks, far beyond exhaustive search; the reference is the one programme."""
     options = tuple(
@@ -66,8 +93,8 @@ def test_options_that_differ_in_once_are_traded_against_time() -> None:
         fixed=(0, 0, 0),
         boundary=(5, 10, 5),
     )
-    expected = solve_by_counting(problem, time_limit_s=60)
-    got = solve(problem)
+    expected = solve_by_counting(problem, time_limit_s=300)
+    got = solve_pipeline(problem, time_limit_s=300)
     assert (got.status, expected.status) == ("optimal", "optimal")
     assert got.objective == expected.objective
 
@@ -121,6 +148,8 @@ def test_scaling_all_times_scales_the_pipeline(problem: PipelineProblem, factor:
         ),
         boundary=tuple(time * factor for time in problem.boundary),
         constant=problem.constant * factor,
+        grain=problem.grain * factor,
+        once_grain=problem.once_grain * factor,
     )
     assert solve(slow).objective == solve(problem).objective * factor
 

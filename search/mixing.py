@@ -1,0 +1,328 @@
+"""A fast mix of options for one stage, and a bound, by prices: what often spares CP-SAT.
+
+A stage of many alike blocks is a multiple-choice knapsack. For every level w of working memory the
+options that need more are left out, and what they hold must fit in `room - w`. The relaxation to
+fractions of blocks gives a bound: every run starts at the option that holds least, and the moves
+along the lower hull of its (held, time) points are made in the order of ticks saved per unit. Whole
+blocks give a solution, improved by the best single changes that fit. Where the limit of `once`
+strikes, ticks of `once` get a price p that is bisected:
+
+    time >= relaxed (time + p once) - p most_once        for every p >= 0
+
+What lies between the solution and the bound is enumerated block by block (_better): with the price
+r of memory at which the relaxation ends, the (held, time) of the first blocks is followed only if
+
+    time + r held + sum over later blocks of min_o (time + r held)[o] - r room  <=  what is wanted
+
+and if no other holds as little and is as fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoplan.search.problem import BlockOption, Run
+
+__all__ = ["Mix", "mix_options"]
+
+_PRICE_STEPS = 16
+_SLACK = 1e-9  # of a bound in floating point, relative to it
+_MAX_LABELS = 4000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """Blocks per run and option, empty if none were found; their ticks, and a bound of any's."""
+
+    counts: tuple[tuple[int, ...], ...]
+    time: int
+    once: int
+    bound: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """An option as a knapsack sees it."""
+
+    option: int
+    held: int
+    cost: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Relaxed:
+    """The relaxation at a level of working memory: its cost, and the moves that lead there.
+
+    Attributes:
+        room: units left for what is held.
+        moves: (ticks per unit, run, point before, point after), best first.
+        rate: ticks per unit of the move at which the room ends; 0 if it does not.
+    """
+
+    level: int
+    room: int
+    cost: float
+    moves: list[tuple[float, int, _Point, _Point]]
+    rate: float
+
+
+def mix_options(runs: Sequence[Run], live: int, room: int, most_once: int, grain: int = 1) -> Mix:
+    """Return a mix within `room` units and `most_once` ticks of once, and a bound of its time.
+
+    Where `once` does not strike and the enumeration is small, the time is the bound, but for less
+    than a multiple of `grain`.
+
+    Returns:
+        The mix; without counts if none was found, which proves nothing. The bound holds for every
+        mix within the limits.
+    """
+    found = _priced_mix(runs, live, room, 0.0, most_once)
+    if not found.counts:
+        return found
+    if found.once <= most_once:
+        return _proven_mix(runs, live, room, most_once, grain, found)
+    best, bound, low, high = None, found.bound, 0.0, _first_price(runs)
+    for _ in range(_PRICE_STEPS):
+        price = high if best is None else (low + high) / 2
+        tried = _priced_mix(runs, live, room, price, most_once)
+        bound = max(bound, tried.bound)
+        if tried.once > most_once:
+            low, high = price, max(high, price * (2 if best is None else 1))
+            continue
+        high = price
+        if best is None or tried.time < best.time:
+            best = tried
+    if best is None:
+        return Mix(counts=(), time=0, once=0, bound=bound)
+    return Mix(counts=best.counts, time=best.time, once=best.once, bound=bound)
+
+
+def _first_price(runs: Sequence[Run]) -> float:
+    """Return ticks of time per tick of once under which the two weigh about the same."""
+    time = max(o.forward + o.backward for run in runs for o in run.options)
+    once = max(o.once for run in runs for o in run.options)
+    return max(time, 1) / max(once, 1)
+
+
+def _priced_mix(runs: Sequence[Run], live: int, room: int, price: float, most_once: int) -> Mix:
+    """Return the best mix over all levels of working memory, with `once` at a price."""
+    best: tuple[float, tuple[tuple[int, ...], ...]] | None = None
+    levels = _levels(runs, live, room, price)
+    for relaxed in sorted(levels, key=lambda level: level.cost):
+        if best is not None and relaxed.cost >= best[0]:
+            break
+        counts, cost = _whole_mix(runs, live, price, relaxed)
+        if best is None or cost < best[0]:
+            best = (cost, counts)
+    if best is None:
+        return Mix(counts=(), time=0, once=0, bound=0)
+    bound = min(level.cost for level in levels)
+    return _mix_of(runs, best[1], bound - price * most_once - abs(bound) * _SLACK)
+
+
+def _mix_of(runs: Sequence[Run], counts: tuple[tuple[int, ...], ...], bound: float) -> Mix:
+    options = [
+        (option, n)
+        for run, own in zip(runs, counts, strict=True)
+        for option, n in zip(run.options, own, strict=True)
+        if n
+    ]
+    return Mix(
+        counts=counts,
+        time=sum((option.forward + option.backward) * n for option, n in options),
+        once=sum(option.once * n for option, n in options),
+        bound=max(0, -int(-bound // 1)),
+    )
+
+
+def _levels(runs: Sequence[Run], live: int, room: int, price: float) -> list[_Relaxed]:
+    """Return the relaxation at every level of working memory at which something fits."""
+    least = max(min(option.working for option in run.options) for run in runs)
+    levels = {option.working for run in runs for option in run.options if option.working >= least}
+    found = (_relaxed(runs, live, room - level, level, price) for level in sorted(levels))
+    return [relaxed for relaxed in found if relaxed is not None]
+
+
+def _relaxed(
+    runs: Sequence[Run], live: int, room: int, level: int, price: float
+) -> _Relaxed | None:
+    """Return the relaxation at a level, or None if nothing holds so little."""
+    hulls = [_points(run.options, live, level, price)[1] for run in runs]
+    left = room - sum(run.count * hull[0].held for run, hull in zip(runs, hulls, strict=True))
+    if left < 0:
+        return None
+    cost = sum(run.count * hull[0].cost for run, hull in zip(runs, hulls, strict=True))
+    moves = sorted(
+        (
+            ((b.cost - a.cost) / (b.held - a.held), index, a, b)
+            for index, hull in enumerate(hulls)
+            for a, b in pairwise(hull)
+        ),
+        key=lambda move: (move[0], move[1], move[2].held),
+    )
+    rate = 0.0
+    for rate_of_move, index, before, after in moves:
+        wanted = runs[index].count * (after.held - before.held)
+        cost += rate_of_move * min(wanted, left)
+        if wanted > left:
+            rate = -rate_of_move
+            break
+        left -= wanted
+    return _Relaxed(level=level, room=room, cost=cost, moves=moves, rate=rate)
+
+
+def _whole_mix(
+    runs: Sequence[Run], live: int, price: float, relaxed: _Relaxed
+) -> tuple[tuple[tuple[int, ...], ...], float]:
+    """Return counts of whole blocks near a relaxation, and their cost."""
+    tables = [_points(run.options, live, relaxed.level, price) for run in runs]
+    counts = [{hull[0]: run.count} for run, (_, hull) in zip(runs, tables, strict=True)]
+    left = relaxed.room - sum(
+        run.count * hull[0].held for run, (_, hull) in zip(runs, tables, strict=True)
+    )
+    for _, index, before, after in relaxed.moves:
+        step = after.held - before.held
+        whole = min(counts[index].get(before, 0), left // step)
+        if whole:
+            left -= whole * step
+            counts[index][before] -= whole
+            counts[index][after] = counts[index].get(after, 0) + whole
+    _improve([points for points, _ in tables], counts, left)
+    cost = sum(point.cost * n for own in counts for point, n in own.items())
+    return tuple(_per_option(run, own) for run, own in zip(runs, counts, strict=True)), cost
+
+
+def _per_option(run: Run, counts: dict[_Point, int]) -> tuple[int, ...]:
+    chosen = [0] * len(run.options)
+    for point, n in counts.items():
+        chosen[point.option] += n
+    return tuple(chosen)
+
+
+@lru_cache(maxsize=4096)
+def _points(
+    options: tuple[BlockOption, ...], live: int, level: int, price: float
+) -> tuple[list[_Point], list[_Point]]:
+    """Return the options that need no more working memory than a level, and their lower hull."""
+    points = [
+        _Point(
+            index,
+            option.static + live * option.kept,
+            option.forward + option.backward + price * option.once,
+        )
+        for index, option in enumerate(options)
+        if option.working <= level
+    ]
+    return points, _hull(points)
+
+
+def _proven_mix(
+    runs: Sequence[Run], live: int, room: int, most_once: int, grain: int, found: Mix
+) -> Mix:
+    """Return the best mix, proven; the one that was found if the enumeration is too large."""
+    levels = _levels(runs, live, room, 0.0)
+    for relaxed in sorted(levels, key=lambda level: level.cost):
+        wanted = (-(-found.time // grain) - 1) * grain
+        if relaxed.cost > wanted:
+            break
+        better = _better(runs, live, relaxed, wanted)
+        if better is None:
+            return found
+        if better:
+            tried = _mix_of(runs, better, found.bound)
+            if tried.once > most_once:
+                return found
+            found = tried
+    return Mix(counts=found.counts, time=found.time, once=found.once, bound=found.time)
+
+
+def _better(
+    runs: Sequence[Run], live: int, relaxed: _Relaxed, wanted: int
+) -> tuple[tuple[int, ...], ...] | None:
+    """Return counts of the least time up to `wanted`, () if none, None if they are too many."""
+    tables = [_points(run.options, live, relaxed.level, 0.0)[0] for run in runs]
+    rate = relaxed.rate
+    reduced = [min(p.cost + rate * p.held for p in points) for points in tables]
+    least = [min(p.held for p in points) for points in tables]
+    rest = sum(run.count * r for run, r in zip(runs, reduced, strict=True)) - rate * relaxed.room
+    rest_held = sum(run.count * h for run, h in zip(runs, least, strict=True))
+    limit = wanted + abs(wanted) * _SLACK
+    held = np.zeros(1, dtype=np.int64)
+    time = np.zeros(1, dtype=np.int64)
+    history: list[tuple[int, NDArray[np.int64], NDArray[np.int64]]] = []
+    for index, (run, points) in enumerate(zip(runs, tables, strict=True)):
+        own_held = np.array([p.held for p in points], dtype=np.int64)
+        own_time = np.array([int(p.cost) for p in points], dtype=np.int64)
+        for _ in range(run.count):
+            rest -= reduced[index]
+            rest_held -= least[index]
+            new_held = (held[:, None] + own_held).ravel()
+            new_time = (time[:, None] + own_time).ravel()
+            fits = new_held + rest_held <= relaxed.room
+            fits &= new_time + rate * new_held + rest <= limit
+            kept = np.nonzero(fits)[0]
+            kept = kept[np.lexsort((new_time[kept], new_held[kept]))]
+            fastest = np.minimum.accumulate(new_time[kept])
+            is_first = np.ones(len(kept), dtype=np.bool_)
+            is_first[1:] = new_time[kept][1:] < fastest[:-1]
+            kept = kept[is_first]
+            if len(kept) > _MAX_LABELS:
+                return None
+            if not len(kept):
+                return ()
+            held, time = new_held[kept], new_time[kept]
+            history.append((index, kept // len(points), kept % len(points)))
+    label = int(time.argmin())
+    if time[label] > wanted:
+        return ()
+    counts = [[0] * len(run.options) for run in runs]
+    for index, parents, choices in reversed(history):
+        counts[index][tables[index][int(choices[label])].option] += 1
+        label = int(parents[label])
+    return tuple(tuple(own) for own in counts)
+
+
+def _hull(points: Sequence[_Point]) -> list[_Point]:
+    """Return the lower convex hull, from the point that holds least to the cheapest."""
+    hull: list[_Point] = []
+    for point in sorted(points, key=lambda p: (p.held, p.cost, p.option)):
+        if hull and point.cost >= hull[-1].cost:
+            continue
+        while len(hull) > 1 and _is_above(hull[-2], hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _is_above(first: _Point, middle: _Point, last: _Point) -> bool:
+    """Return whether the middle point is on or above the line between the others."""
+    return (first.cost - middle.cost) * (last.held - middle.held) <= (middle.cost - last.cost) * (
+        middle.held - first.held
+    )
+
+
+def _improve(
+    points: Sequence[Sequence[_Point]], counts: Sequence[dict[_Point, int]], left: int
+) -> None:
+    """Change one block at a time to what saves most within `left`, until nothing does."""
+    while True:
+        best: tuple[float, int, _Point, _Point] | None = None
+        for index, own in enumerate(counts):
+            for before in [point for point, n in own.items() if n]:
+                for after in points[index]:
+                    saved = before.cost - after.cost
+                    fits = after.held - before.held <= left
+                    if saved > 0 and fits and (best is None or saved > best[0]):
+                        best = (saved, index, before, after)
+        if best is None:
+            return
+        _, index, before, after = best
+        left -= after.held - before.held
+        counts[index][before] -= 1
+        counts[index][after] = counts[index].get(after, 0) + 1

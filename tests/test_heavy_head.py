@@ -1,0 +1,73 @@
+"""Pipelines are cut by time: a head worth four layers gets its own stage where that is best."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autoplan.cluster import Cluster
+from autoplan.optimizing import find_plan
+from autoplan.planner import make_planner
+from autoplan.profiles.device import DeviceProfile
+from autoplan.profiles.link import LinkProfile
+
+WIDTH, LAYERS, ROWS = 128, 8, 64
+
+
+class HeavyHead(nn.Module):
+    """Eight equal layers and a head four times as wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def counted_in_flops(num_devices: int) -> Cluster:
+    """Return devices on which nothing but arithmetic takes time."""
+    link = LinkProfile.from_numbers(
+        name="free", level="intra", latency_s=0.0, bytes_per_s=1e16, source="made for this test"
+    )
+    device = DeviceProfile.from_datasheet(
+        name="arithmetic",
+        memory_bytes=2**30,
+        peak_flops_per_s={"float32": 1e12},
+        memory_bandwidth_bytes_per_s=1e16,
+        source="made for this test",
+        launch_overhead_s=1e-15,
+        intra=link,
+    )
+    return Cluster.from_device(device, gpus_per_node=num_devices)
+
+
+@pytest.mark.parametrize(
+    ("pp", "firsts", "units"),
+    [(2, ["blocks.6"], (34, 36)), (3, ["blocks.4", "head"], (22, 24, 24))],
+)
+def test_a_head_worth_four_layers_is_cut_where_the_stages_balance(
+    pp: int, firsts: list[str], units: tuple[int, ...]
+) -> None:
+    """A layer takes 6 units, the first 4 (its input has no gradient), the head 24."""
+    planner = make_planner(
+        HeavyHead(),
+        counted_in_flops(pp),
+        torch.randn(8 * ROWS, WIDTH),
+        loss_fn=lambda out: (out - 1).square().mean(),
+        pins={"pp": pp, "num_microbatches": 8},
+    )
+    plan = find_plan(planner)
+    calls = planner.trace(ROWS).calls
+    held = [[fqn for b in stage.blocks for fqn in calls[b.call].states] for stage in plan.stages]
+    every = [*(f"blocks.{i}.weight" for i in range(LAYERS)), "head.weight"]
+    assert [fqn for stage in held for fqn in stage] == every
+    assert [stage[0] for stage in held[1:]] == [f"{name}.weight" for name in firsts]
+    assert (plan.search.status, plan.search.gap) == ("optimal", 0.0)
+    shares = [seconds / max(plan.predicted.stage_time_s) for seconds in plan.predicted.stage_time_s]
+    assert shares == pytest.approx([n / max(units) for n in units], rel=1e-3)

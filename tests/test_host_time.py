@@ -1,0 +1,104 @@
+"""Seconds of the host: read from a profile, priced where it runs the kernels and beside devices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autoplan.cluster import Cluster
+from autoplan.estimating import estimate
+from autoplan.graph import Trace
+from autoplan.profiles import load_profile
+from autoplan.profiles.device import DeviceProfile
+from autoplan.profiles.host import HostSeconds
+from autoplan.profiles.origin import Origin
+from autoplan.step_costs import INTERFERENCE, interference
+from examples.gpt import GPT, GPTConfig, batch_like, loss_fn
+
+CONFIG = GPTConfig(vocab_size=64, max_tokens=8, num_layers=2, num_heads=2, width=16)
+TRACES: dict[str, dict[int, Trace]] = {}
+SOURCE = Origin(kind="assumed", text="of a test")
+
+
+def with_host(name: str, **seconds: float) -> DeviceProfile:
+    numbers = {f"host.{key}.seconds": value for key, value in seconds.items()}
+    return load_profile(name).with_measurements(numbers, "host", SOURCE)
+
+
+def priced(device: DeviceProfile, **options: Any) -> Any:
+    """Return the price; all devices of a kind share the traces of the model."""
+    cluster = Cluster.from_device(device, gpus_per_node=4).with_memory("1GiB", reserve_bytes=0)
+    traces = TRACES.setdefault(device.name, {}) if options.pop("has_plan", None) is None else None
+    return estimate(
+        GPT(CONFIG), cluster, batch_like(CONFIG, 8, 8), loss_fn=loss_fn, traces=traces, **options
+    )
+
+
+def test_a_profile_gives_what_was_measured_of_the_host() -> None:
+    device = with_host("cpu", op_forward=1e-5, gather=2e-4)
+    assert device.host == HostSeconds(op_forward=1e-5, gather=2e-4)
+    assert device.origins[device.origin_by_field["measurements.host.gather.seconds"]] == SOURCE
+    assert load_profile("h100").host == HostSeconds()
+
+
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [
+        ("op_forward", {}),
+        ("op_backward", {}),
+        ("region", {"recompute": "full"}),
+        ("optimizer_tensor", {}),
+        ("sharded_block", {"zero_stage": 2}),
+        ("gather", {"zero_stage": 3}),
+        ("reduce", {"zero_stage": 1}),
+        ("pipeline_action", {"pp": 2, "zero_stage": 1}),
+    ],
+)
+def test_every_number_makes_the_steps_longer_that_have_it(
+    number: str, options: dict[str, Any]
+) -> None:
+    without = priced(load_profile("cpu"), **options)
+    found = priced(with_host("cpu", **{number: 1e-3}), **options)
+    assert found.step_time_s > without.step_time_s
+
+
+@pytest.mark.parametrize("options", [{"zero_stage": 3, "recompute": "full"}, {"pp": 4}])
+def test_a_simulated_step_has_the_host_too(options: dict[str, Any]) -> None:
+    names = ("op_forward", "op_backward", "region", "sharded_block", "gather", "reduce")
+    host = dict.fromkeys((*names, "optimizer_tensor", "pipeline_action"), 1e-3)
+    plan = priced(with_host("cpu", **host), has_plan=True, **options).plan
+    simulated_s = plan.timeline().step_time_s
+    if "pp" not in options:
+        assert simulated_s == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
+    without = priced(load_profile("cpu"), **options).step_time_s
+    assert simulated_s > 2 * without
+
+
+def test_more_microbatches_cost_the_host_as_many_times() -> None:
+    host = {"op_forward": 1e-2, "op_backward": 1e-2}
+    few, many = (priced(with_host("cpu", **host), dp=4, microbatch_size=size) for size in (2, 1))
+    assert many.step_time_s / few.step_time_s == pytest.approx(2.0, rel=0.1)
+
+
+def test_beside_a_device_a_block_takes_the_longer_of_host_and_device() -> None:
+    device = load_profile("a100_sxm_80gb")
+    alone = priced(device).step_time_s
+    quick = priced(with_host("a100_sxm_80gb", op_forward=1e-9, op_backward=1e-9))
+    assert quick.step_time_s == alone
+    seconds = [
+        priced(with_host("a100_sxm_80gb", op_forward=s, op_backward=s)).step_time_s
+        for s in (1e-3, 2e-3)
+    ]
+    assert seconds[1] / seconds[0] == pytest.approx(2.0, rel=0.02)
+
+
+def test_a_measured_interference_takes_the_place_of_the_published_one() -> None:
+    link = load_profile("a100_sxm_80gb").intra
+    assert link is not None
+    assert interference(link) == INTERFERENCE
+    sources = {**link.origin_by_field, "interference": "latency"}
+    assert interference(replace(link, interference=1.5, origin_by_field=sources)) == 1.5
+    with pytest.raises(ValueError, match="interference: must be at least 1"):
+        replace(link, interference=0.9, origin_by_field=sources)

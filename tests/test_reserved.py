@@ -1,0 +1,213 @@
+"""Reserved memory: the allocator's rules, and steps replayed through them beside the peak."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoplan.caching_allocator import CachingAllocator
+from autoplan.cluster import Cluster
+from autoplan.engines import LossKind
+from autoplan.estimating import estimate
+from autoplan.flat_partitions import gathered_pieces, reduced_buckets
+from autoplan.fusion import joined
+from autoplan.graph import Trace
+from autoplan.liveness import block_memory, needed_marks
+from autoplan.local import localize
+from autoplan.losses import logits_bytes, with_loss
+from autoplan.plan import Recompute
+from autoplan.planner import make_planner
+from autoplan.reserved import reserved_memory
+from autoplan.settings import Setting
+from autoplan.simple import simple_decisions
+from autoplan.stage_ends import even_block_ends
+from autoplan.tracer import trace
+from benchmarks.published_models import Decoder, Shape, batch_of
+from tests.models_for_tests import LinearChain, mean_square
+
+MIB = 2**20
+CLUSTER = Cluster.parse("1x8:a100_sxm_80gb")
+SHAPE = Shape(layers=4, hidden=256, heads=4, kv_heads=4, ffn=1024, vocab=4096, seq=128)
+
+
+def test_segments_have_the_sizes_of_torch() -> None:
+    allocator = CachingAllocator()
+    for nbytes, reserved in ((1, 2), (MIB, 2), (MIB + 1, 22), (9 * MIB, 22), (25 * MIB + 1, 48)):
+        allocator.allocate(nbytes)
+        assert allocator.reserved == reserved * MIB
+    assert allocator.allocated == 512 + MIB + MIB + 512 + 9 * MIB + 26 * MIB
+
+
+def test_a_stream_takes_no_freed_block_of_another() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(30 * MIB, stream=0))
+    allocator.free(allocator.allocate(30 * MIB, stream=1))
+    allocator.allocate(30 * MIB, stream=0)
+    assert allocator.reserved == 60 * MIB
+
+
+def test_an_expandable_segment_grows_by_what_its_free_end_lacks() -> None:
+    sizes = {}
+    for is_expandable in (False, True):
+        allocator = CachingAllocator(is_expandable=is_expandable)
+        first, second = allocator.allocate(40 * MIB), allocator.allocate(60 * MIB)
+        allocator.free(second)
+        allocator.allocate(80 * MIB)
+        allocator.free(first)
+        sizes[is_expandable] = allocator.reserved // MIB
+    assert sizes == {False: 180, True: 120}
+
+
+def test_a_full_device_gives_back_free_segments_before_it_fails() -> None:
+    allocator = CachingAllocator(capacity_bytes=100 * MIB)
+    first = allocator.allocate(60 * MIB)
+    allocator.free(first)
+    second = allocator.allocate(80 * MIB)
+    assert (allocator.reserved, allocator.is_exhausted) == (80 * MIB, False)
+    allocator.allocate(30 * MIB)
+    assert allocator.is_exhausted
+    allocator.free(second)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 64 * MIB), st.integers(0, 2), st.integers(0, 9))),
+    st.booleans(),
+)
+def test_live_blocks_never_overlap_and_all_comes_back(
+    events: list[tuple[int, int, int]], is_expandable: bool
+) -> None:
+    allocator = CachingAllocator(is_expandable=is_expandable)
+    live = []
+    for nbytes, stream, choice in events:
+        live.append(allocator.allocate(nbytes, stream))
+        if choice < len(live):
+            allocator.free(live.pop(choice))
+        spans = sorted((b.address, b.address + b.size) for b in live)
+        assert all(a[1] <= b[0] for a, b in pairwise(spans))
+        assert allocator.allocated == sum(b.size for b in live) <= allocator.reserved
+    for block in live:
+        allocator.free(block)
+    before = allocator.reserved
+    for nbytes, stream, _ in events[:1]:
+        allocator.allocate(nbytes, stream)
+    assert allocator.reserved == before
+
+
+@pytest.fixture(scope="module")
+def traces() -> dict[int, Trace]:
+    model, batch = Decoder.on_meta(SHAPE), batch_of(SHAPE)
+    return {1: trace(model, batch, None, microbatch_size=1, backend="cuda")}
+
+
+@pytest.mark.parametrize(
+    ("dp", "pp", "zero", "rows", "recompute"),
+    [
+        (8, 1, 0, 1, "none"),
+        (8, 1, 1, 2, "full"),
+        (8, 1, 2, 2, "none"),
+        (8, 1, 3, 2, "full"),
+        (4, 2, 1, 4, "none"),
+        (4, 2, 3, 4, "none"),
+    ],
+)
+def test_replayed_steps_take_what_the_memory_model_says(
+    traces: dict[int, Trace], dp: int, pp: int, zero: int, rows: int, recompute: str
+) -> None:
+    """Tensor by tensor the peak is the same, but for rounding to 512 bytes."""
+    planner = make_planner(
+        Decoder.on_meta(SHAPE),
+        CLUSTER,
+        batch_of(SHAPE),
+        global_batch_size=dp * rows,
+        mixed_precision="bfloat16",
+    )
+    planner.share_traces(traces)
+    setting = Setting(
+        dp=dp,
+        tp=1,
+        pp=pp,
+        zero_stage=zero,
+        microbatch_size=1,
+        num_microbatches=rows,
+        schedule="none" if pp == 1 else "1f1b",
+    )
+    decisions = simple_decisions(planner, setting, recompute)
+    ends = even_block_ends(planner.trace(1), pp)
+    pricer = planner.pricer(1)
+    replayed = reserved_memory(pricer, setting, ends, decisions, is_expandable=False)
+    priced = pricer.plan_price(setting, ends, decisions)
+    for stage, memory in zip(replayed, priced.memory, strict=True):
+        assert stage.allocated == pytest.approx(
+            memory.peak - memory.by_category["reserve"], rel=0.05
+        )
+        assert stage.allocated <= stage.reserved
+
+
+def test_reserved_memory_is_given_only_where_an_allocator_is_named() -> None:
+    options: dict[str, Any] = {"loss_fn": mean_square, "dp": 4}
+    cluster = Cluster.parse("1x4:cpu")
+    model, batch = LinearChain(width=16, depth=3), torch.randn(8, 16)
+    assert estimate(model, cluster, batch, **options).reserved_memory_bytes is None
+    found = estimate(model, cluster, batch, allocator="expandable", **options)
+    assert found.reserved_memory_bytes is not None
+    assert found.reserved_memory_bytes[0] >= 2 * MIB
+    with pytest.raises(ValueError, match="allocator='best'; allowed are segments, expandable"):
+        estimate(model, cluster, batch, allocator="best", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("torch", 4), ("in_place", 4), ("compiled", 2)])
+def test_loss_keeps_what_its_implementation_keeps(
+    traces: dict[int, Trace], kind: LossKind, kept: int
+) -> None:
+    head = traces[1].blocks[traces[1].calls[-1].block]
+    local = localize(head, {}, 1)
+    logits = SHAPE.seq * SHAPE.vocab
+    none = Recompute(mode="none")
+    memory = block_memory(with_loss(local, kind), none)
+    assert logits_bytes(local) == 2 * logits
+    assert memory.kept == pytest.approx(kept * logits, rel=0.15)
+    # Forward holds logits and float32 probabilities; torch's own copies to float32 first.
+    forward = {"torch": 8, "in_place": 6, "compiled": 2}[kind]
+    assert memory.forward_peak == pytest.approx(forward * logits, rel=0.15)
+
+
+def test_a_compiled_block_holds_less_and_drops_marks_that_nothing_reads(
+    traces: dict[int, Trace],
+) -> None:
+    block = next(b for b in traces[1].blocks if not b.is_glue)
+    local = localize(block, {}, 1)
+    none = Recompute(mode="none")
+    assert block_memory(joined(local), none).kept <= block_memory(local, none).kept
+    products = tuple(op.name for op in block.ops if op.kind == "gemm")
+    marked = Recompute(mode="selective", keep=products)
+    assert needed_marks(joined(local), marked).keep == products[:-1]
+
+
+def test_stand_ins_are_one_weight_of_each_shape(traces: dict[int, Trace]) -> None:
+    sizes = {}
+    for engine in ("megatron", "megatron-te"):
+        found = estimate(
+            Decoder.on_meta(SHAPE),
+            CLUSTER,
+            batch_of(SHAPE),
+            global_batch_size=8,
+            mixed_precision="bfloat16",
+            engine=engine,
+            traces=traces,
+        )
+        sizes[engine] = max(found.peak_memory_bytes)
+    width, wide = SHAPE.hidden, SHAPE.ffn
+    # Query, key, value and output have one shape.
+    assert sizes["megatron-te"] - sizes["megatron"] == 2 * (width * width + 2 * width * wide)
+
+
+def test_flat_copies_of_deepspeed_follow_its_buckets() -> None:
+    assert reduced_buckets([300_000_000, 100_000_000, 200_000_000]) == [400_000_000, 200_000_000]
+    assert gathered_pieces(1_000_000_001, 4) == [500_000_000, 500_000_004]
+    assert gathered_pieces(10, 4) == [12]
