@@ -7,6 +7,7 @@ run it. It prints and round-trips through JSON.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,16 +55,21 @@ class Placement:
             return {"replicate": "R", "partial_gradient": "R*", "partial": "P"}[self.kind]
         return f"S({self.dim})" if self.outer == 1 else f"S({self.dim},{self.outer})"
 
-    @classmethod
-    def parse(cls, text: str) -> Placement:
+    @staticmethod
+    def parse(text: str) -> Placement:
         """Return the placement whose `str` is `text`: R, R*, P, S(dim) or S(dim,outer)."""
-        fixed = {"R": "replicate", "R*": "partial_gradient", "P": "partial"}
-        if text in fixed:
-            return cls(kind=fixed[text])  # type: ignore[arg-type]
-        if not (text.startswith("S(") and text.endswith(")")):
-            raise ValueError(f"{text!r} is no placement: R, R*, P, S(dim) or S(dim,outer)")
-        dim, _, outer = text[2:-1].partition(",")
-        return cls(kind="shard", dim=int(dim), outer=int(outer or 1))
+        return _parsed(text)
+
+
+@functools.cache
+def _parsed(text: str) -> Placement:
+    fixed = {"R": "replicate", "R*": "partial_gradient", "P": "partial"}
+    if text in fixed:
+        return Placement(kind=fixed[text])  # type: ignore[arg-type]
+    if not (text.startswith("S(") and text.endswith(")")):
+        raise ValueError(f"{text!r} is no placement: R, R*, P, S(dim) or S(dim,outer)")
+    dim, _, outer = text[2:-1].partition(",")
+    return Placement(kind="shard", dim=int(dim), outer=int(outer or 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

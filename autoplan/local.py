@@ -143,6 +143,7 @@ class _Builder:
         self.placements |= state_placements(block, self.options, whole)
         self.storage = {name: name for name in self.full}
         self.value_bytes = {n: self._local(b, self.placements[n]) for n, b in self.full.items()}
+        self.owners = {op.name: op.storage for op in block.ops}
         self.ops: list[LocalOp] = []
         self.made: set[str] = set()
 
@@ -274,10 +275,7 @@ class _Builder:
         return is_plain and bool(op.dtype) and sizes == {_view_bytes(op)}
 
     def _owner(self, name: str) -> str:
-        for op in self.block.ops:
-            if op.name == name:
-                return op.storage
-        return name
+        return self.owners.get(name, name)
 
     def _saved(
         self, op: OpTrace, local_of: Mapping[str, str], split: int
