@@ -122,11 +122,11 @@ def _repaired(
     """Return a solution that fits exactly, or one without options, and if that came at once."""
     pricer = planner.pricer(setting.microbatch_size)
     for attempt in range(_MAX_REPAIRS):
-        solution = _solved(setting, problem, cutoff, time_limit_s)
+        by_rank = solution = _solved(setting, problem, cutoff, time_limit_s)
         if not solution.options:
             return solution, attempt == 0
         if setting.virtual_stages > 1:
-            solution = dealt(pricer.trace, problem, solution, setting.virtual_stages)
+            solution = dealt(pricer.trace, problem, by_rank, setting.virtual_stages)
         chosen = [d[o] for d, o in zip(per_call, solution.options, strict=True)]
         price = pricer.plan_price(setting, solution.ends, chosen)
         totals = [cluster.total_bytes for cluster in stage_clusters(planner.cluster, setting)]
@@ -136,7 +136,7 @@ def _repaired(
                 solution = _as_dealt(planner, solution, price.step_time_s, cutoff)
             return solution, False
         # Below what this answer takes by the linear memory, or the same answer would come again.
-        linear = [cost.memory for cost in stage_costs(problem, solution.ends, solution.options)]
+        linear = [cost.memory for cost in stage_costs(problem, by_rank.ends, by_rank.options)]
         capacity = tuple(
             used - -(-over // pricer.memory_unit) if over > 0 else room
             for room, used, over in zip(problem.capacity, linear, excess, strict=True)
