@@ -198,7 +198,7 @@ class Setting:
         return (m,) * self.pp if self.schedule == "gpipe" else (1,)
 
 
-_CHUNKS = (2, 4, 8)  # that are searched; any other number can be pinned
+_CHUNKS = (2, 4, 8)  # tried where the schedule is pinned to interleaved, without their number
 _SCHEDULES = ("none", "1f1b", "gpipe", "interleaved", "zero_bubble")
 _SEARCHED = ("1f1b", "gpipe", "interleaved")
 _USUAL_SCHEDULES = ("none", "1f1b", "interleaved")  # these need no word beside pp and v
@@ -302,8 +302,8 @@ def _batch_settings(
         is_pinned = "microbatch_size" in pins or "num_microbatches" in pins
         if not is_pinned and (size > _MAX_MICROBATCH_ROWS or size & (size - 1)) and m > 1:
             continue
-        # Smaller micro-batches wait less, where they are as many as stages.
-        if m < pp <= rows and not is_pinned and "schedule" not in pins:
+        # Smaller micro-batches wait less, where they are fewer than stages.
+        if m < pp and size > 1 and not is_pinned and "schedule" not in pins:
             continue
         for zero, offload in _sharding(dp, workload):
             if pins.get("zero_stage", zero) != zero or (zero == 0 and dp_replicate > 1):
@@ -332,7 +332,8 @@ def _schedules(
     """Yield the schedules of m micro-batches over pp ranks, with the stages of each rank.
 
     GPipe is as fast as 1F1B and needs more memory, so it is for fewer micro-batches than ranks, or
-    for who wants it.
+    for who wants it. Several stages a rank are for who asks for them too: to try them everywhere
+    doubles the time of a search.
     """
     if pp == 1:
         if "schedule" not in pins and pins.get("virtual_stages", 1) == 1:
@@ -343,7 +344,8 @@ def _schedules(
         usual: Schedule = "1f1b" if m >= pp else "gpipe"
         if wanted in (None, usual, "gpipe"):
             yield wanted or usual, 1
-    if wanted in (None, "interleaved") and m % pp == 0:
+    is_asked = wanted == "interleaved" or (wanted is None and "virtual_stages" in pins)
+    if is_asked and m % pp == 0:
         tried = (pins["virtual_stages"],) if "virtual_stages" in pins else _CHUNKS
         for chunks in tried:
             if 1 < chunks <= most_chunks:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autoplan.cluster import Cluster
-from autoplan.errors import PlanError
+from autoplan.errors import InfeasibleError, PlanError
 from autoplan.estimating import Estimate, estimate
 from autoplan.optimizing import optimize
 from autoplan.plan import Plan
@@ -142,8 +142,8 @@ def searched(memory: str = "80GB", **pins: Any) -> Plan:
     return optimize(model, cluster, batch, loss_fn=loss_fn, compare=False, **pins)
 
 
-def test_the_search_gives_ranks_several_stages_where_that_is_faster() -> None:
-    best, flat = searched(), searched(virtual_stages=1)
+def test_the_search_gives_ranks_several_stages_where_that_is_asked_for() -> None:
+    best, flat = searched(schedule="interleaved"), searched()
     assert (best.search.status, best.schedule) == ("optimal", "interleaved")
     assert (flat.schedule, len(flat.stages)) == ("1f1b", 4)
     assert best.predicted.step_time_s < flat.predicted.step_time_s
@@ -174,8 +174,31 @@ def test_what_interleaving_keeps_can_rule_it_out() -> None:
     plan = searched(virtual_stages=1, recompute="none")
     room = max(plan.predicted.peak_memory_bytes)
     found = searched(str(room), recompute="none")
-    assert (found.schedule, found.num_chunks) == ("1f1b", 1)
     assert max(found.predicted.peak_memory_bytes) <= room
+    with pytest.raises(InfeasibleError):
+        searched(str(room), recompute="none", schedule="interleaved")
+
+
+@pytest.mark.parametrize(
+    ("pins", "said"),
+    [
+        ({"dp_replicate": 2, "dp": 4, "pp": 2, "zero_stage": 3}, "without dp_replicate"),
+        ({"axis_order": "tp-pp-dp", "dp": 2, "pp": 4}, "with axis_order=tp-dp-pp only"),
+    ],
+)
+def test_what_several_stages_a_rank_are_not_searched_beside_is_said(
+    pins: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        optimize(
+            LinearChain(width=64, depth=8),
+            "1x8:h100_sxm_80gb",
+            BATCH,
+            loss_fn=mean_square,
+            virtual_stages=2,
+            compare=False,
+            **pins,
+        )
 
 
 def test_fewer_micro_batches_than_ranks_pass_by_gpipe() -> None:
