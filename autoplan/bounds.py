@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from autoplan.costs import TICK_S
 from autoplan.frontiers import fastest_ops_s
 from autoplan.graph import ParameterTrace, Placement, Trace
 from autoplan.layout_check import fsdp_can_slice
+from autoplan.schedules import enough_rounds, in_flight
 from autoplan.search.mesh import Refinement
 from autoplan.settings import Setting
 from autoplan.units import format_bytes
@@ -19,6 +21,7 @@ __all__ = [
     "blocks_bound",
     "frontiers_bound",
     "layout_reason",
+    "memory_bound",
     "ops_bound",
     "static_reason",
     "strided_states",
@@ -41,8 +44,13 @@ def ops_bound(planner: Planner, setting: Setting) -> int:
 
 def _bound(setting: Setting, total: float, slowest: float) -> int:
     """Return ticks below which no step is whose blocks take `total` and at most `slowest` s."""
-    m = setting.num_microbatches
-    return int((total + (m - 1) * max(slowest, total / setting.pp)) / TICK_S * (1 - 1e-9))
+    return int(_step(setting, total, max(slowest, total / setting.pp)) / TICK_S * (1 - 1e-9))
+
+
+def _step(setting: Setting, total: float, slowest: float) -> float:
+    """Return the time of a step of ranks that take `total`, the slowest of them `slowest`."""
+    others = (total - slowest) / setting.virtual_stages
+    return setting.num_microbatches * slowest + others
 
 
 def layout_reason(planner: Planner, setting: Setting) -> str | None:
@@ -139,9 +147,69 @@ def _border_bound(planner: Planner, setting: Setting, is_sequence_parallel: bool
         return Refinement(
             infeasible=f"parameters and optimizer state alone need {format_bytes(need)} a device"
         )
-    m = setting.num_microbatches
-    bound = total + (m - 1) * max(slowest, -(-total // setting.pp)) + -(-once // setting.pp)
-    return Refinement(bound=bound)
+    if setting.pp > 1:
+        total += int(_borders_s(planner, setting, is_sequence_parallel) / TICK_S)
+    step = _step(setting, total, max(slowest, total / setting.pp))
+    return Refinement(bound=int(step * (1 - 1e-9)) + -(-once // setting.pp))
+
+
+def _borders_s(planner: Planner, setting: Setting, is_sliced: bool) -> float:
+    """Return seconds that all stages together pass at their borders with a micro-batch at least."""
+    pricer = planner.pricer(setting.microbatch_size)
+    crossing = pricer.trace.crossing_bytes
+    cut = 1 + crossing.index(min(crossing))
+    num_stages = setting.pp * setting.virtual_stages
+    sends = (pricer.sent_s(setting, cut, s, is_sliced) for s in range(num_stages - 1))
+    return 2 * (sum(sends) + num_stages * pricer.action_s(setting))
+
+
+def memory_bound(planner: Planner, setting: Setting) -> Refinement:
+    """Return a bound from what all ranks together can hold, or why nothing fits.
+
+    The Lagrangian relaxation of the memory of all ranks as one, with the fewest micro-batches in
+    flight that any of them has: time >= sum_b min_o (time + price * held) - price * room. What is
+    held is counted low: parameters, gradients and states, and what a block keeps besides its
+    inputs.
+    """
+    pricer = planner.pricer(setting.microbatch_size)
+    v, unit = setting.virtual_stages, pricer.memory_unit
+    if v == 1:
+        return Refinement()
+    enough = enough_rounds(setting.num_microbatches, setting.pp)
+    live = min(sum(own) for own in in_flight(setting.schedule, setting.pp, enough, v)) / v
+    room = setting.pp * (planner.cluster.capacity_bytes // unit)
+    kinds: list[tuple[int, list[tuple[float, float]]]] = []
+    for calls in pricer.alike(setting):
+        call, count = calls[0], len(calls)
+        block = pricer.trace.calls[call].block
+        points = []
+        decisions = (
+            decision
+            for is_sliced in pricer.borders(setting.tp)
+            for decision in pricer.decisions(block, setting.tp, is_sequence_parallel=is_sliced)
+        )
+        for decision in decisions:
+            option = pricer.option(call, decision, setting, setting.live()[-1])
+            inputs = sum(pricer.base(block, decision, setting.tp).local.inputs.values())
+            held = option.static + live * max(0, option.kept - -(-inputs // unit))
+            points.append((held, float(option.forward + option.backward)))
+        kinds.append((count, sorted(points)))
+    if sum(count * points[0][0] for count, points in kinds) > room:
+        return Refinement(
+            infeasible=f"what {setting.pp} ranks hold at the least exceeds their memory together"
+        )
+    rates = {
+        (slow - fast) / (more - less)
+        for _, points in kinds
+        for (less, slow), (more, fast) in combinations(points, 2)
+        if more > less and slow > fast
+    }
+    total = max(
+        sum(count * min(t + price * held for held, t in points) for count, points in kinds)
+        - price * room
+        for price in (0.0, *rates)
+    )
+    return Refinement(bound=int(_step(setting, total, total / setting.pp) * (1 - 1e-9)))
 
 
 def strided_states(trace: Trace) -> list[ParameterTrace]:

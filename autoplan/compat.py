@@ -7,9 +7,9 @@ What only the capture uses is left as it is where it is missing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.tensor import placement_types
 
 from autoplan.errors import EmitError
@@ -30,10 +31,13 @@ __all__ = [
     "has_other_readers",
     "is_strided",
     "memory_group",
+    "on_sends",
     "pieces_of",
+    "play",
     "replicate",
     "set_timeout",
     "sliced_dim",
+    "start_sends",
     "strided_dim",
 ]
 
@@ -60,6 +64,9 @@ _make_activations = _probe(
 _make_gradients = _probe(
     PipelineStage, "_setup_backward_recv_info" if _IS_LATER else "_prepare_backward_infra"
 )
+_Action = _probe(torch_schedules, "_Action")
+_ComputationType = _probe(torch_schedules, "_ComputationType")
+_batch_p2p = _probe(torch_schedules, "_batch_p2p")
 
 
 def flatten_axes(mesh: DeviceMesh, name: str) -> None:
@@ -241,8 +248,10 @@ class RingStage(PipelineStage):
     """A pipeline stage whose receive buffers are as many as the schedule has in flight.
 
     Torch's stage has one receive buffer per micro-batch for activations, and one for gradients.
-    A buffer is free again once the backward of its micro-batch ended (activations), or once the
-    gradient that was received before it has been used and sent on (gradients).
+    Here they are rings: a buffer is used again by the micro-batch that is a ring later.
+
+    Attributes:
+        activations, gradients: buffers of each kind at most; None: one per micro-batch.
     """
 
     def __init__(
@@ -252,16 +261,17 @@ class RingStage(PipelineStage):
         num_stages: int,
         device: torch.device,
         *,
-        schedule: Literal["none", "gpipe", "1f1b"],
+        activations: int | None,
+        gradients: int | None,
         **options: Any,
     ) -> None:
         super().__init__(submodule, stage_index, num_stages, device, **options)
-        self._warmup = num_stages - stage_index if schedule == "1f1b" else None
-        self._is_1f1b = schedule == "1f1b"
+        self._activations = activations
+        self._gradients = gradients
 
     def _make_ring(self, num_microbatches: int, *rest: Any) -> Any:
         """Make the receive buffers of activations."""
-        ring = num_microbatches if self._warmup is None else min(self._warmup, num_microbatches)
+        ring = _ring(self._activations, num_microbatches)
         made = _make_activations(self, ring, *rest)
         for chunk in range(ring, num_microbatches):
             self.args_recv_info[chunk] = self.args_recv_info[chunk % ring]
@@ -269,15 +279,50 @@ class RingStage(PipelineStage):
 
     def _make_gradient_ring(self, num_microbatches: int) -> None:
         """Make the receive buffers of gradients."""
-        ring = min(2, num_microbatches) if self._is_1f1b else num_microbatches
+        ring = _ring(self._gradients, num_microbatches)
         _make_gradients(self, ring)
         self.chunks = num_microbatches
         for chunk in range(ring, num_microbatches):
             self.grad_recv_info[chunk] = self.grad_recv_info[chunk % ring]
 
 
-for _method, _ring in (
+def _ring(size: int | None, num_microbatches: int) -> int:
+    # The first stage receives no activations and the last no gradients, but both look for them.
+    return num_microbatches if size is None else max(1, min(size, num_microbatches))
+
+
+for _method, _make in (
     (_make_activations, RingStage._make_ring),
     (_make_gradients, RingStage._make_gradient_ring),
 ):
-    setattr(RingStage, _method.__name__, _ring)
+    setattr(RingStage, _method.__name__, _make)
+
+
+def play(schedule: Any, steps: Sequence[tuple[int, str, int | None]]) -> None:
+    """Make a schedule of several stages a rank run these steps on this rank, in this order.
+
+    Args:
+        schedule: of `torch.distributed.pipelining`, with its own lists.
+        steps: of this rank: stage, torch's name of the action, micro-batch or None.
+    """
+    actions = [_Action(stage, _ComputationType(kind), i) for stage, kind, i in steps]
+    schedule.pipeline_order_with_comms = {schedule.rank: actions}
+
+
+def on_sends(schedule: Any, send: Callable[[int, bool, int, Any], None]) -> None:
+    """Let `send(stage, is_gradient, micro-batch, stages)` send what a schedule sends."""
+
+    def run(action: Any, context: Any) -> None:
+        stages = {stage.stage_index: stage for stage in context.schedule_ref._stages}
+        is_gradient = action.computation_type == _ComputationType.SEND_B
+        send(action.stage_index, is_gradient, action.microbatch_index, stages)
+
+    table = schedule._comp_type_to_function_map
+    table[_ComputationType.SEND_F] = table[_ComputationType.SEND_B] = run
+
+
+def start_sends(stage: Any, is_gradient: bool, microbatch: int) -> list[Any]:
+    """Start sending what a stage made of a micro-batch; returns what to wait for."""
+    make = stage.get_bwd_send_ops if is_gradient else stage.get_fwd_send_ops
+    works: list[Any] = _batch_p2p(make(microbatch))
+    return works

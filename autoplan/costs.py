@@ -21,6 +21,7 @@ from autoplan.local import LocalBlock, LocalOp, localize
 from autoplan.losses import logits_bytes, with_loss
 from autoplan.memory import (
     GroupBytes,
+    PartBytes,
     StageBlock,
     StageMemory,
     stage_memory,
@@ -71,6 +72,7 @@ class _BlockBase:
     redo_s: float
     redo_comm_s: float
     weight_backward_s: float
+    deferred_bytes: int
     away_s: float
     host_forward_s: float = 0.0
     host_backward_s: float = 0.0
@@ -116,7 +118,7 @@ class BlockPrice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPrice:
-    """A fully decided plan: its step time and each stage's memory."""
+    """A fully decided plan: its step time, and time and memory of each rank of the pipeline."""
 
     step_time_s: float
     stage_time_s: tuple[float, ...]
@@ -273,6 +275,7 @@ class Pricer:
             redo_s=sum(t.forward_s + t.forward_comm_s for t in redone)
             + is_redone * self._region_s(local, decision),
             redo_comm_s=sum(t.forward_comm_s for t in redone),
+            deferred_bytes=sum(op.value_bytes for op in local.ops if op.parameter_grads),
             host_forward_s=len(local.ops) * host.op_forward,
             host_backward_s=sum(bool(op.grads or op.parameter_grads) for op in local.ops)
             * host.op_backward
@@ -515,6 +518,7 @@ class Pricer:
             is_glue=self.trace.blocks[block].is_glue,
             input_bytes=sum(base.local.inputs.values()),
             shared_bytes=0 if values is None else self._shared_bytes(call, base, values),
+            deferred_bytes=base.deferred_bytes,
         )
 
     def stage_blocks(
@@ -574,13 +578,6 @@ class Pricer:
                     sizes[argument] = side[argument]
         return sum(sizes.values())
 
-    def crossing(self, setting: Setting, stage: int, starts: Sequence[int]) -> tuple[int, int]:
-        """Return bytes of one micro-batch that enter a stage and that leave it."""
-        entering = self.trace.crossing_bytes[starts[stage] - 1] if stage > 0 else 0
-        is_last = stage == setting.pp - 1
-        leaving = 0 if is_last else self.trace.crossing_bytes[starts[stage + 1] - 1]
-        return entering, leaving
-
     def option(self, call: int, decision: Decision, setting: Setting, live: int) -> BlockOption:
         """Return a decision as the linear search sees it: every number an upper estimate.
 
@@ -590,7 +587,9 @@ class Pricer:
         is_last = call == len(self.trace.calls) - 1
         shared = self._shared_before(call) if setting.pp == 1 else frozenset()
         trace_call = self.trace.calls[call]
-        key = (trace_call.block, decision.key, setting, live, is_last, shared)
+        if setting.schedule == "interleaved":  # a block costs the same in any stage of a rank
+            setting = replace(setting, schedule="1f1b", virtual_stages=1)
+        key = (trace_call.block, decision.key, setting, is_last and live, shared)
         if key not in self._options:
             self._options[key] = self._make_option(call, decision, setting, live, set(shared))
         return self._options[key]
@@ -755,91 +754,144 @@ class Pricer:
 
         Args:
             setting: degrees and sizes.
-            ends: per stage the index after its last call.
+            ends: per stage the index after its last call; stage s is on rank s % pp.
             decisions: one per call.
 
         Returns:
             Step time: that of the pipeline and the slowest once-a-step part.
         """
-        starts = [0, *ends[:-1]]
-        stage_s, memories, once = [], [], []
+        spans = [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
+        rank_s, weights_s, memories, once = [], [], [], []
+        stage_s = [0.0] * len(spans)
         totals: dict[str, float] = dict.fromkeys(
             ("compute", "recompute", "tensor_parallel", "zero", "optimizer", "pipeline"), 0.0
         )
         m = setting.num_microbatches
         slowest: tuple[float, dict[str, float]] = (-1.0, {})
-        for stage, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            own = self.on_stage(setting, stage)
-            prices = [own.price(c, decisions[c], setting) for c in range(start, end)]
-            transfer = self._stage_transfer_s(setting, stage, starts, decisions)
+        for rank in range(setting.pp):
+            device = self.on_stage(setting, rank)
+            own = range(rank, len(spans), setting.pp)
+            calls = [call for stage in own for call in spans[stage]]
+            prices = [device.price(c, decisions[c], setting) for c in calls]
+            transfer = 0.0
+            for stage in own:
+                sent_s = self._stage_transfer_s(setting, stage, spans, decisions)
+                transfer += sent_s
+                each = (device.price(c, decisions[c], setting) for c in spans[stage])
+                stage_s[stage] = sum(p.forward_s + p.backward_s for p in each) + sent_s
             seconds = sum(p.forward_s + p.backward_s for p in prices) + transfer
-            stage_s.append(seconds)
+            rank_s.append(seconds)
+            weights_s.append(self._weights_s(setting, calls, decisions))
             once.append(sum(p.once_s for p in prices))
             by_category = _summed(p.by_category for p in prices)
             if seconds > slowest[0]:
                 slowest = (seconds, {**by_category, "pipeline": transfer})
-            memories.append(own._stage_memory(setting, stage, starts, ends, decisions))
-        pipeline_s = pipeline_step_s(stage_s, setting)
+            memories.append(device._rank_memory(setting, rank, spans, decisions))
+        by_stage = stage_s if setting.virtual_stages > 1 else ()
+        pipeline_s = pipeline_step_s(rank_s, setting, weights_s, by_stage)
         step = pipeline_s + max(once)
         for name, seconds in slowest[1].items():
             totals[name] = totals.get(name, 0.0) + m * seconds
-        totals["pipeline"] += pipeline_s - m * max(stage_s)
+        totals["pipeline"] += pipeline_s - m * max(rank_s)
         index = once.index(max(once))
-        calls = range(starts[index], ends[index])
         last = self.on_stage(setting, index)
-        parts = _summed(last.price(c, decisions[c], setting).once_by_category for c in calls)
+        parts = _summed(
+            last.price(c, decisions[c], setting).once_by_category
+            for s in range(index, len(spans), setting.pp)
+            for c in spans[s]
+        )
         for name, seconds in parts.items():
             totals[name] += seconds
         return PlanPrice(
             step_time_s=step,
-            stage_time_s=tuple(stage_s),
+            stage_time_s=tuple(rank_s),
             time_by_category=totals,
             memory=tuple(memories),
         )
+
+    def _weights_s(
+        self, setting: Setting, calls: Sequence[int], decisions: Sequence[Decision]
+    ) -> float:
+        """Return the seconds of one micro-batch's weight gradients that a split backward defers."""
+        if setting.schedule != "zero_bubble":
+            return 0.0
+        bases = (self.base(self.trace.calls[c].block, decisions[c], setting.tp) for c in calls)
+        return sum(base.weight_backward_s for base in bases)
 
     def _stage_transfer_s(
         self,
         setting: Setting,
         stage: int,
-        starts: Sequence[int],
+        spans: Sequence[range],
         decisions: Sequence[Decision],
     ) -> float:
         """Return seconds of one micro-batch at the borders of a stage: transfers and the host."""
-        is_sliced = decisions[starts[stage]].is_sequence_parallel
+        is_sliced = decisions[spans[stage][0]].is_sequence_parallel
         seconds = 0.0
         if stage > 0:
-            seconds += self.boundary_s(setting, starts[stage], stage=stage - 1, is_sliced=is_sliced)
-        if stage < setting.pp - 1:
-            seconds += self.boundary_s(setting, starts[stage + 1], stage=stage, is_sliced=is_sliced)
-        return (seconds + 2 * self.action_s(setting)) * setting.virtual_stages
+            seconds += self.sent_s(setting, spans[stage][0], stage - 1, is_sliced)
+        if stage < len(spans) - 1:
+            seconds += self.sent_s(setting, spans[stage + 1][0], stage, is_sliced)
+        return seconds + 2 * self.action_s(setting)
 
-    def _stage_memory(
-        self,
-        setting: Setting,
-        stage: int,
-        starts: Sequence[int],
-        ends: Sequence[int],
-        decisions: Sequence[Decision],
+    def sent_s(self, setting: Setting, cut: int, stage: int, is_sliced: bool) -> float:
+        """Return the seconds of sending what a stage hands on; the last rank sends to the first."""
+        rank = stage % setting.pp
+        sender = rank if rank < setting.pp - 1 else None
+        return self.boundary_s(setting, cut, stage=sender, is_sliced=is_sliced)
+
+    def _rank_memory(
+        self, setting: Setting, rank: int, spans: Sequence[range], decisions: Sequence[Decision]
     ) -> StageMemory:
-        calls = range(starts[stage], ends[stage])
-        blocks = self.stage_blocks(calls, [decisions[c] for c in calls], setting)
-        entering, leaving = self.crossing(setting, stage, starts)
-        if decisions[starts[stage]].is_sequence_parallel:
-            entering, leaving = -(-entering // setting.tp), -(-leaving // setting.tp)
+        """Return the memory of a rank of the pipeline, with all its stages."""
+        blocks: list[StageBlock] = []
+        parts = []
+        for stage in range(rank, len(spans), setting.pp):
+            calls = spans[stage]
+            own = [decisions[c] for c in calls]
+            blocks += self.stage_blocks(calls, own, setting)
+            parts.append(self.part_bytes(setting, stage, spans, own))
+        every = [c for s in range(rank, len(spans), setting.pp) for c in spans[s]]
         return stage_memory(
             blocks,
             setting,
             self.workload.optimizer,
-            stage=stage,
+            stage=rank,
             is_mixed=self.workload.mixed_precision != "none",
             is_gloo=not overlaps_communication(self.cluster),
-            side_bytes=self.side_bytes(calls, [decisions[c] for c in calls], setting.tp),
             input_bytes=self.batch_bytes(setting),
-            standing_bytes=self.standing_bytes(calls, decisions, setting.tp),
-            entering=entering,
-            leaving=leaving,
+            standing_bytes=self.standing_bytes(every, decisions, setting.tp),
+            parts=parts,
             reserve=self.cluster.reserved_bytes,
             engine=self.workload.engine,
+        )
+
+    def part_bytes(
+        self,
+        setting: Setting,
+        stage: int,
+        spans: Sequence[range],
+        decisions: Sequence[Decision],
+    ) -> PartBytes:
+        """Return what a stage holds beside its blocks.
+
+        Args:
+            setting: degrees.
+            stage: its index.
+            spans: the calls of every stage.
+            decisions: one per call of this stage.
+        """
+        calls = spans[stage]
+        crossing = self.trace.crossing_bytes
+        entering = crossing[calls[0] - 1] if stage > 0 else 0
+        leaving = crossing[calls[-1]] if stage < len(spans) - 1 else 0
+        if decisions[0].is_sequence_parallel:
+            entering, leaving = -(-entering // setting.tp), -(-leaving // setting.tp)
+        return PartBytes(
+            num_blocks=len(calls),
+            side=self.side_bytes(calls, decisions, setting.tp),
+            entering=entering,
+            leaving=leaving,
         )
 
     def standing_bytes(self, calls: Sequence[int], decisions: Sequence[Decision], tp: int) -> int:

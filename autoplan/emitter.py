@@ -7,7 +7,7 @@ the block modules, and torch's pipeline schedules drive the stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,20 +23,22 @@ from autoplan.batches import BatchDims
 from autoplan.calls import BoundCall, bind_call, install
 from autoplan.capturer import capture, meta_copy
 from autoplan.device_meshes import make_device_mesh, sharding_mesh
-from autoplan.entries import Entry
+from autoplan.entries import Entry, leaving
 from autoplan.errors import EmitError, PlanError
-from autoplan.evaluation import Evaluator
+from autoplan.evaluation import Evaluator, RankEvaluator
 from autoplan.executor import compile_graph
 from autoplan.layout_check import check_layouts
 from autoplan.matching import explain_mismatch
 from autoplan.meshes import ranks_of_stage
-from autoplan.microbatches import pipeline_runner
+from autoplan.microbatches import PipelinePart, pipeline_runner
 from autoplan.plan import Plan
 from autoplan.processes import agree, ensure_process_group, seed_ranks
 from autoplan.program import Program
 from autoplan.runner import true_metas
 from autoplan.runtime import BatchSplitter, ParallelModule, Tie
 from autoplan.sharders import Sharder, Unsharded, shard, store_in_float32
+from autoplan.stage_check import check_schedule, check_stages
+from autoplan.stage_parts import StagePart
 from autoplan.stages import (
     StageRoot,
     StageSlice,
@@ -48,7 +50,7 @@ from autoplan.stages import (
     slice_program,
     stage_function,
 )
-from autoplan.step_buffers import StepBuffers, changed_states, several_changers
+from autoplan.step_buffers import StepBuffers, changed_states
 from autoplan.step_means import StepMeans, find_denominators
 from autoplan.tensor_parallel import lower_calls, whole_calls
 
@@ -157,11 +159,7 @@ def _check_world(plan: Plan) -> None:
             f"the plan is for {need} processes ({plan.mesh}) and {got} are running: start it with "
             f"torchrun --nproc-per-node {need}, or plan again for {got}"
         )
-    if plan.schedule == "1f1b" and plan.num_microbatches < plan.mesh.pp:
-        raise PlanError(
-            f"1f1b needs at least as many micro-batches as stages, {plan.mesh.pp}, and the plan "
-            f"has {plan.num_microbatches}: raise num_microbatches or use gpipe"
-        )
+    check_schedule(plan)
 
 
 def _recapture(
@@ -231,47 +229,75 @@ class _Emission:
         cuts = [[block.call for block in stage.blocks] for stage in plan.stages]
         stages = slice_program(program, cuts)
         parameters = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
-        _check_stages(program, stages, parameters)
-        stage = stages[self._rank("pp")]
+        check_stages(plan, program, stages, parameters)
+        own = stages[self._rank("pp") :: plan.mesh.pp]
+        wanted = sorted({i for stage in own for i in self._leaves(stage)})
+        parts, sources = [], {}
+        for stage in own:
+            part, sources[stage.index] = self._part(stage, wanted)
+            parts.append(part)
+        holder: list[ParallelModule] = []
+        run_step = self._runner(len(stages), own, parts, holder)
+        module = ParallelModule(
+            plan=plan,
+            parts=parts,
+            mesh=self.mesh,
+            splitter=self._splitter(wanted),
+            ties=self._ties(stages),
+            aliases=program.aliases,
+            run_step=run_step,
+            sources=self._sources(stages, sources),
+            computes_loss=own[-1].index == len(stages) - 1,
+            evaluator=self._evaluator(stages, own, parts),
+        )
+        holder.append(module)
+        return module
+
+    def _part(self, stage: StageSlice, wanted: Sequence[int]) -> tuple[StagePart, str]:
+        """Return a stage of this rank, and the text of what it runs."""
+        program = self.program
         root = build_root(self.model, root_contents(self.model, program, stage), self.device)
         group = self.mesh["dp"].get_group() if self.mesh is not None else None
         means = self._means(stage, root, group)
         calls = self._bind_calls(stage, root, means)
         buffers = StepBuffers.of(root, changed_states(program, stage), group)
         source = self._set_function(stage, root, calls, buffers)
-        sharder = self._shard(stage, root)
-        holder: list[ParallelModule] = []
-        run_step = self._runner(len(stages), stage, root, holder)
-        module = ParallelModule(
-            plan=plan,
+        part = StagePart(
             root=root,
-            mesh=self.mesh,
-            sharder=sharder,
-            splitter=self._splitter(stage),
-            ties=self._ties(stages, stage),
+            sharder=self._shard(stage, root),
             buffers=buffers,
             means=means,
-            aliases=program.aliases,
-            run_step=run_step,
-            sources=self._sources(stages, source),
-            computes_loss=stage.index == len(stages) - 1,
-            evaluator=self._evaluator(stages, root),
+            wanted=tuple(wanted.index(i) for i in self._leaves(stage)),
         )
-        holder.append(module)
-        return module
+        return part, source
 
-    def _evaluator(self, stages: Sequence[StageSlice], root: StageRoot) -> Evaluator | None:
+    def _leaves(self, stage: StageSlice) -> list[int]:
+        """Return the positions of the batch leaves that a stage reads."""
+        return [self.program.inputs.index(name) for name in stage.batch_inputs]
+
+    def _evaluator(
+        self,
+        stages: Sequence[StageSlice],
+        own: Sequence[StageSlice],
+        parts: Sequence[StagePart],
+    ) -> RankEvaluator | None:
         if self.skeleton is None:
             return None
-        return Evaluator(
-            plan=self.plan,
-            program=self.program,
-            stages=stages,
-            skeleton=self.skeleton,
-            loss_fn=self.loss_fn,
-            root=root,
-            mesh=self.mesh,
-            device=self.device,
+        return RankEvaluator(
+            [
+                Evaluator(
+                    plan=self.plan,
+                    program=self.program,
+                    stages=stages,
+                    index=stage.index,
+                    skeleton=self.skeleton,
+                    loss_fn=self.loss_fn,
+                    root=part.root,
+                    mesh=self.mesh,
+                    device=self.device,
+                )
+                for stage, part in zip(own, parts, strict=True)
+            ]
         )
 
     def _rank(self, name: str) -> int:
@@ -348,6 +374,7 @@ class _Emission:
         computes_loss = program.loss in stage.outputs
         slices = self.plan.slices
         metas = crossing_metas(program, stage.outputs, self._compute_dtype, slices=slices)
+        is_split = self.plan.schedule == "zero_bubble"
 
         def call(index: int, *inputs: Any) -> Any:
             module = modules.get(index)
@@ -362,8 +389,8 @@ class _Emission:
             changed.leave()
             if computes_loss:
                 return (outputs[0].reshape(1) / count,)
-            # Only contiguous tensors can be sent.
-            return tuple(x.to(m.dtype).contiguous() for x, m in zip(outputs, metas, strict=True))
+            pairs = zip(outputs, metas, strict=True)
+            return tuple(leaving(x.to(meta.dtype), is_split) for x, meta in pairs)
 
         root.set_function(run)
         texts = dict.fromkeys(calls[i].source for i in stage.calls)
@@ -388,33 +415,41 @@ class _Emission:
         )
 
     def _runner(
-        self, num_stages: int, stage: StageSlice, root: StageRoot, holder: list[ParallelModule]
+        self,
+        num_stages: int,
+        stages: Sequence[StageSlice],
+        parts: Sequence[StagePart],
+        holder: list[ParallelModule],
     ) -> Callable[[int], list[torch.Tensor]]:
         """Return what runs all micro-batches of a step: a loop, or a pipeline schedule."""
         if self.plan.mesh.pp == 1:
             return lambda count: holder[0].run_microbatches(count)
         assert self.mesh is not None, "a pipeline has a mesh"
-        program, dtype = self.program, self._compute_dtype
+        program, dtype, slices = self.program, self._compute_dtype, self.plan.slices
         is_wrapped = self.plan.mesh.dp > 1 or self._is_mixed or self.plan.offload != "none"
         return pipeline_runner(
-            root,
-            index=stage.index,
+            [
+                PipelinePart(
+                    root=part.root,
+                    index=stage.index,
+                    inputs=crossing_metas(program, stage.inputs, dtype, slices=slices),
+                    outputs=crossing_metas(program, stage.outputs, dtype, slices=slices),
+                )
+                for stage, part in zip(stages, parts, strict=True)
+            ],
             num_stages=num_stages,
             schedule=self.plan.schedule,
             num_microbatches=self.plan.num_microbatches,
-            inputs=crossing_metas(program, stage.inputs, dtype, slices=self.plan.slices),
-            outputs=crossing_metas(program, stage.outputs, dtype, slices=self.plan.slices),
             is_hidden=self.plan.zero_stage >= 2 and is_wrapped,
             device=self.device,
             group=self.mesh.get_group("pp"),
         )
 
-    def _splitter(self, stage: StageSlice) -> BatchSplitter:
-        inputs = self.program.inputs
+    def _splitter(self, wanted: Sequence[int]) -> BatchSplitter:
         return BatchSplitter(
             keys=self.program.input_keys,
             batch_dims=self.program.batch_dims,
-            wanted=tuple(inputs.index(name) for name in stage.batch_inputs),
+            wanted=tuple(wanted),
             rows=self.plan.microbatch_size,
             num_microbatches=self.plan.num_microbatches,
             dp=self.plan.mesh.dp,
@@ -422,17 +457,22 @@ class _Emission:
             device=self.device,
         )
 
-    def _ties(self, stages: Sequence[StageSlice], stage: StageSlice) -> tuple[Tie, ...]:
-        """Return the parameters of this stage that other stages have too; makes their groups."""
+    def _ties(self, stages: Sequence[StageSlice]) -> tuple[Tie, ...]:
+        """Return the parameters of this rank that other ranks of the pipeline have too.
+
+        Makes the groups of all ranks.
+        """
+        pp = self.plan.mesh.pp
         owners: dict[str, set[int]] = {}
         trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
         parameters = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
         for part in stages:
             for index in part.calls:
                 for fqn in set(self.program.calls[index].states) & parameters:
-                    owners.setdefault(self.program.aliases[fqn], set()).add(part.index)
+                    owners.setdefault(self.program.aliases[fqn], set()).add(part.index % pp)
         ties = []
-        ranks = [ranks_of_stage(part.index, self.plan.mesh) for part in stages]
+        own = self._rank("pp")
+        ranks = [ranks_of_stage(rank, self.plan.mesh) for rank in range(pp)]
         for first, on in sorted(owners.items()):
             if len(on) < 2 or first not in trained:
                 continue
@@ -441,36 +481,18 @@ class _Emission:
                 if dist.get_rank() in peers:
                     assert isinstance(group, dist.ProcessGroup), "this rank is in the group"
                     compat.set_timeout(group, self.timeout_s)
-                    ties.append(Tie(fqn=first, group=group, is_counted=stage.index == min(on)))
+                    ties.append(Tie(fqn=first, group=group, is_counted=own == min(on)))
         return tuple(ties)
 
-    def _sources(self, stages: Sequence[StageSlice], own: str) -> list[str]:
+    def _sources(self, stages: Sequence[StageSlice], own: Mapping[int, str]) -> list[str]:
         """Return the text of every stage; of other stages as captured, not as lowered."""
         texts = []
         for stage in stages:
-            if stage.index == self._rank("pp"):
-                texts.append(own)
+            if stage.index in own:
+                texts.append(own[stage.index])
                 continue
             numbers = dict.fromkeys(self.program.calls[i].graph for i in stage.calls)
             parts = [compile_graph(self.program.graphs[n], self.device).source for n in numbers]
             parts.append(stage_function(self.program, stage, self.device).source)
             texts.append("\n".join(parts))
         return texts
-
-
-def _check_stages(
-    program: Program, stages: Sequence[StageSlice], parameters: Collection[str]
-) -> None:
-    for stage in stages:
-        states = {fqn for i in stage.calls for fqn in program.calls[i].states}
-        if len(stages) > 1 and states.isdisjoint(parameters):
-            names = ", ".join(program.graphs[program.calls[i].graph].name for i in stage.calls)
-            raise PlanError(
-                f"stage {stage.index} ({names}) has no parameter, so no optimizer can be made on "
-                "its ranks: move a border, or lower pp"
-            )
-    for fqn, where in several_changers(program, stages).items():
-        raise PlanError(
-            f"the forward changes {fqn} on stages {where}, whose copies would differ: put the "
-            "blocks that use it on one stage"
-        )

@@ -1,4 +1,4 @@
-"""Let activations enter a pipeline stage."""
+"""Let activations enter and leave a pipeline stage."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Entry"]
+__all__ = ["Entry", "leaving"]
 
 
 class Entry(torch.autograd.Function):
@@ -19,3 +19,12 @@ class Entry(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         return gradients[0].contiguous()
+
+
+def leaving(value: torch.Tensor, is_split: bool) -> torch.Tensor:
+    """Return an activation as it leaves a stage: contiguous, as sending needs it.
+
+    Torch's split backward detaches in place what left, which no view can be.
+    """
+    sent = value.contiguous()
+    return sent.clone() if is_split and sent._is_view() else sent

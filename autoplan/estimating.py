@@ -22,6 +22,7 @@ from autoplan.plan import Plan, Recompute, SearchRecord
 from autoplan.planner import Planner, make_planner
 from autoplan.replay import Reserved
 from autoplan.reserved import reserved_memory
+from autoplan.schedules import schedule_actions, unrunnable_split
 from autoplan.settings import Setting, check_pins
 from autoplan.simple import simple_decisions
 from autoplan.stage_ends import even_block_ends, even_stage_ends, is_runnable
@@ -31,6 +32,7 @@ from autoplan.units import format_bytes
 __all__ = ["Estimate", "estimate"]
 
 _RECOMPUTE = ("none", "full", "attention")
+_SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 RecomputeRule = Callable[[BlockTrace], Recompute]
 
 
@@ -69,8 +71,9 @@ class Estimate:
         if self.written is None:
             raise PlanError(
                 "this configuration is priced only, it has no plan that could be run: leave out "
-                "engine, tensor_layout, virtual_stages, product_dtype, is_compiled, traces and "
-                "recompute='attention', and give every stage a block with parameters"
+                "engine, tensor_layout, product_dtype, is_compiled, traces, recompute='attention' "
+                "and zero_bubble with FSDP or recompute, and give every stage a block with "
+                "parameters"
             )
         return self.written
 
@@ -132,11 +135,12 @@ def estimate(
         recompute: `none`; `full` for every block; `attention`: its core alone runs again; a
             function that says for a block what it keeps; or several of these words, which the
             repeated blocks take in turn, as `("full", "none")` for every second block.
-        schedule: `1f1b` or `gpipe`, where pp > 1.
-        virtual_stages: parts per rank of an interleaved 1F1B schedule.
+        schedule: `1f1b`, `gpipe`, `interleaved` or `zero_bubble`, where pp > 1.
+        virtual_stages: stages of each rank; above 1 makes `1f1b` interleaved.
         dp_replicate, axis_order: replicas of what ZeRO shards, and how ranks are numbered; see
             `autoplan.plan.Mesh`.
-        stage_ends: per stage the index after its last block of the chain; `blocks`: repeated blocks
+        stage_ends: per stage, pp * virtual_stages of them, the index after its last block of the
+            chain; `blocks`: repeated blocks
             in equal numbers, what comes before on the first stage and after on the last; default:
             equal counts of everything.
         tensor_layout: `fastest`: placements of a search; `megatron`: columns, then rows.
@@ -199,7 +203,7 @@ def estimate(
     clusters = [planner.cluster.on_stage(setting, stage) for stage in range(pp)]
     totals = tuple(cluster.total_bytes for cluster in clusters)
     trace = planner.trace(microbatch_size)
-    ends = _ends(trace, stage_ends, pp)
+    ends = _ends(trace, stage_ends, pp, virtual_stages)
     is_ruled = tensor_layout == "megatron" and tp > 1
     if is_ruled:
         decisions = _ruled_decisions(trace, setting, sequence_parallel)
@@ -210,9 +214,15 @@ def estimate(
         _with_recompute(trace.blocks[call.block], decision, rule)
         for call, decision, rule in zip(trace.calls, decisions, rules, strict=True)
     ]
+    unrunnable = unrunnable_split(
+        setting.schedule,
+        setting.zero_stage,
+        is_mixed=planner.workload.mixed_precision != "none",
+        recomputes=any(d.recompute.mode != "none" for d in decisions),
+    )
     is_emitted = (
         planner.workload.engine == AUTOPLAN
-        and virtual_stages == 1
+        and unrunnable is None
         and not is_ruled
         and "attention" not in rules
         and product_dtype is None
@@ -292,18 +302,22 @@ def _set_engine(planner: Planner, engine: Engine, zero_stage: int) -> None:
 
 
 def _ends(
-    trace: Trace, stage_ends: Sequence[int] | Literal["blocks"] | None, pp: int
+    trace: Trace, stage_ends: Sequence[int] | Literal["blocks"] | None, pp: int, num_chunks: int
 ) -> tuple[int, ...]:
-    num_calls = len(trace.calls)
-    if pp > num_calls:
-        raise ValueError(f"pp={pp} stages for a chain of {num_calls} blocks: lower pp")
+    num_calls, num_stages = len(trace.calls), pp * num_chunks
+    if num_stages > num_calls:
+        what = f"pp={pp}" + (f" * virtual_stages={num_chunks}" if num_chunks > 1 else "")
+        raise ValueError(f"{what} stages for a chain of {num_calls} blocks: lower pp")
     if stage_ends == "blocks":
-        return even_block_ends(trace, pp)
-    ends = even_stage_ends(trace, pp) if stage_ends is None else tuple(map(int, stage_ends))
+        return even_block_ends(trace, num_stages)
+    if stage_ends is None:
+        return even_stage_ends(trace, num_stages)
+    ends = tuple(map(int, stage_ends))
     is_rising = all(a < b for a, b in zip((0, *ends), ends, strict=False))
-    if len(ends) != pp or ends[-1] != num_calls or not is_rising:
+    if len(ends) != num_stages or ends[-1] != num_calls or not is_rising:
         raise ValueError(
-            f"stage_ends {ends}: needs {pp} rising numbers above 0, the last {num_calls} (blocks)"
+            f"stage_ends {ends}: needs {num_stages} rising numbers above 0, the last {num_calls} "
+            "(blocks)"
         )
     return ends
 
@@ -403,18 +417,19 @@ def _setting(
             f"{microbatch_size}: use a multiple of {dp * microbatch_size}"
         )
     m = batch // (dp * microbatch_size)
-    if schedule not in ("1f1b", "gpipe"):
-        raise ValueError(f"schedule={schedule!r}; allowed are 1f1b and gpipe")
-    if is_own and pp > 1 and schedule == "1f1b" and m < pp:
+    if schedule not in _SCHEDULES:
+        raise ValueError(f"schedule={schedule!r}; allowed are {', '.join(_SCHEDULES)}")
+    if is_own and pp > 1 and schedule == "1f1b" and virtual_stages == 1 and m < pp:
         raise ValueError(
             f"1F1B with pp={pp} needs at least {pp} micro-batches, the batch gives {m}: lower "
             "microbatch_size or pp, use schedule='gpipe', or name the engine that runs it"
         )
-    if virtual_stages > 1 and (pp == 1 or schedule != "1f1b" or m % pp):
-        raise ValueError(
-            f"virtual_stages={virtual_stages} needs pp > 1, schedule='1f1b' and a number of "
-            f"micro-batches that pp divides; got pp={pp}, {m} micro-batches"
-        )
+    if virtual_stages > 1 and schedule == "1f1b":
+        schedule = "interleaved"
+    if virtual_stages > 1 and pp == 1:
+        raise ValueError(f"virtual_stages={virtual_stages} needs pp > 1")
+    if pp > 1:
+        schedule_actions(schedule, pp, m, virtual_stages)
     return Setting(
         dp=dp,
         tp=tp,

@@ -48,7 +48,7 @@ from autoplan.stages import (
 from autoplan.step_means import StepMeans, find_denominators
 from autoplan.tensor_parallel import lower_stage, stored_placements
 
-__all__ = ["Evaluator", "alike_axes", "assign_calls"]
+__all__ = ["Evaluator", "RankEvaluator", "alike_axes", "assign_calls"]
 
 _WHOLE = Placement(kind="replicate")
 
@@ -81,9 +81,10 @@ class Evaluator:
         plan: that the root runs.
         program: captured for training.
         stages: all stages of training.
+        index: of the stage.
         skeleton: the user's model without weights, taken before the root was made.
         loss_fn: as given to the planner.
-        root: of this rank's stage.
+        root: of the stage.
         mesh: (pp, dp, tp), or None for one process.
         device: where the stage computes.
     """
@@ -91,6 +92,7 @@ class Evaluator:
     plan: Plan
     program: Program
     stages: Sequence[StageSlice]
+    index: int
     skeleton: nn.Module
     loss_fn: LossFn | None
     root: StageRoot
@@ -98,6 +100,10 @@ class Evaluator:
     device: torch.device
     _forms: dict[Any, _Form] = field(default_factory=dict)
     _stored: dict[str, Placement] | None = None
+
+    def prepare(self, batch: Any, *, is_loss: bool) -> None:
+        """Trace the model for a batch if it has to be; all ranks call it."""
+        self._form(batch, is_loss=is_loss)
 
     def loss(self, batch: Any) -> torch.Tensor | None:
         """Return the loss of a batch on the last stage, None on others; all ranks call it."""
@@ -146,11 +152,11 @@ class Evaluator:
 
     @property
     def _stage(self) -> int:
-        return self.mesh.get_local_rank("pp") if self.mesh is not None else 0
+        return self.index
 
     def _peer(self, stage: int) -> int:
         assert self.mesh is not None, "a pipeline has a mesh"
-        return dist.get_global_rank(self.mesh.get_group("pp"), stage)
+        return dist.get_global_rank(self.mesh.get_group("pp"), stage % self.plan.mesh.pp)
 
     def _receive(self, form: _Form) -> list[torch.Tensor]:
         received = [torch.empty_like(x, device=self.device) for x in form.inputs]
@@ -351,6 +357,31 @@ class Evaluator:
             )
             self._stored = stored_placements(self.plan, self.program, stage, lowered)
         return self._stored
+
+
+@dataclass(frozen=True, slots=True)
+class RankEvaluator:
+    """Evaluates with the stages of a rank, one after the other; see `Evaluator`."""
+
+    evaluators: Sequence[Evaluator]
+
+    def loss(self, batch: Any) -> torch.Tensor | None:
+        """Return the loss of a batch on the last stage, None on others; all ranks call it."""
+        loss: torch.Tensor | None = self._each(batch, Evaluator.loss, is_loss=True)
+        return loss
+
+    def output(self, batch: Any) -> Any:
+        """Return the model's output on the last stage, None on others; all ranks call it."""
+        return self._each(batch, Evaluator.output, is_loss=False)
+
+    def _each(self, batch: Any, run: Callable[[Evaluator, Any], Any], *, is_loss: bool) -> Any:
+        # Ranks agree on every trace before the first one waits for a message of another.
+        for evaluator in self.evaluators:
+            evaluator.prepare(batch, is_loss=is_loss)
+        result = None
+        for evaluator in self.evaluators:
+            result = run(evaluator, batch)
+        return result
 
 
 def assign_calls(

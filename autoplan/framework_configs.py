@@ -76,8 +76,11 @@ def _layouts(plan: Plan) -> tuple[str, ...]:
 
 
 def _layers(plan: Plan) -> list[int]:
-    """Return the number of blocks that are modules, by stage."""
-    return [sum(bool(b.fqn) for b in stage.blocks) for stage in plan.stages]
+    """Return the number of blocks that are modules, by rank of the pipeline."""
+    counts = [0] * plan.mesh.pp
+    for stage in plan.stages:
+        counts[stage.index % plan.mesh.pp] += sum(bool(b.fqn) for b in stage.blocks)
+    return counts
 
 
 def _computes_in(plan: Plan) -> str:
@@ -107,7 +110,13 @@ def _torchtitan(plan: Plan) -> FrameworkConfig:
         f"pipeline_parallel_degree = {mesh.pp}",
     ]
     if mesh.pp > 1:
-        schedule = {"1f1b": "1F1B", "gpipe": "GPipe"}.get(plan.schedule, plan.schedule)
+        names = {
+            "1f1b": "1F1B",
+            "gpipe": "GPipe",
+            "interleaved": "Interleaved1F1B",
+            "zero_bubble": "InterleavedZeroBubble",
+        }
+        schedule = names[plan.schedule]
         parts = [[b.fqn for b in stage.blocks if b.fqn] for stage in plan.stages]
         lines += [
             f'pipeline_parallel_schedule = "{schedule}"',
@@ -163,8 +172,13 @@ def _megatron(plan: Plan) -> FrameworkConfig:
         ]
         if len(set(layers[1:-1])) > 1:
             missing.append(f"unequal stages in the middle: {layers} layers")
-    if plan.schedule == "gpipe":
-        missing.append("schedule gpipe: Megatron runs 1F1B")
+    if plan.schedule in ("gpipe", "zero_bubble"):
+        missing.append(f"schedule {plan.schedule}: Megatron runs 1F1B")
+    if plan.num_chunks > 1:
+        flags.append(f"--num-virtual-stages-per-pipeline-rank {plan.num_chunks}")
+        chunks = [sum(bool(b.fqn) for b in stage.blocks) for stage in plan.stages]
+        if len(set(chunks)) > 1:
+            missing.append(f"stages of unequal numbers of layers: {chunks}")
     if _computes_in(plan) == "bfloat16":
         flags.append("--bf16")
     if plan.autocast != "none":

@@ -15,6 +15,7 @@ LIMITED_KEYS = (
     "zero_stage",
     "microbatch_size",
     "num_microbatches",
+    "virtual_stages",
     "dp_replicate",
 )
 

@@ -10,16 +10,19 @@ measured in docs/design/memory-of-fsdp.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from autoplan.engines import AUTOPLAN, Engine
-from autoplan.schedules import schedule_actions
+from autoplan.schedules import MULTI_STAGE, enough_rounds, schedule_actions
 from autoplan.settings import Optimizer, Setting
 from autoplan.stage_costs import GroupBytes, StageBlock
+from autoplan.transfers import enough_for_buffers, message_buffers, most_sent
 
 __all__ = [
     "GroupBytes",
     "MemorySample",
+    "PartBytes",
     "StageBlock",
     "StageMemory",
     "memory_samples",
@@ -36,6 +39,23 @@ class StageMemory:
     peak: int
     instant: str
     by_category: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartBytes:
+    """What one of the stages of a rank holds beside its blocks.
+
+    Attributes:
+        num_blocks: of the rank's blocks, in order.
+        side: side values held by one micro-batch.
+        entering: bytes of one micro-batch's activations from the stage before.
+        leaving: to the stage after.
+    """
+
+    num_blocks: int
+    side: int = 0
+    entering: int = 0
+    leaving: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,37 +128,33 @@ def stage_memory(
     stage: int = 0,
     is_mixed: bool = False,
     is_gloo: bool = False,
-    side_bytes: int = 0,
     input_bytes: int = 0,
     standing_bytes: int = 0,
-    entering: int = 0,
-    leaving: int = 0,
+    parts: Sequence[PartBytes],
     reserve: int = 0,
     engine: Engine = AUTOPLAN,
 ) -> StageMemory:
-    """Return the peak of a stage over all instants.
+    """Return the peak of a rank of the pipeline over all instants.
 
     Args:
-        blocks: in execution order.
+        blocks: in execution order, stage after stage.
         setting: degrees, ZeRO stage, micro-batches, schedule.
         optimizer: its memory law.
-        stage: index of the stage.
+        stage: index of the rank, or of its only stage.
         is_mixed: parameters are computed with in another dtype than they are stored in.
         is_gloo: collectives run on gloo, whose reduce-scatter works on a copy.
-        side_bytes: side values held by one micro-batch.
         input_bytes: batch inputs of one step that stay for the whole step.
         standing_bytes: that the engine holds beside.
-        entering: bytes of one micro-batch's activations from the stage before.
-        leaving: to the stage after.
+        parts: the stages of the rank.
         reserve: bytes set aside on the device.
         engine: the software that trains.
     """
-    walk = _Walk(blocks, setting, optimizer, is_mixed, is_gloo, engine)
-    walk.side, walk.fixed, walk.standing = side_bytes, input_bytes, standing_bytes
-    if not engine.has_gradient_buffer:
+    if engine.has_gradient_buffer:
         # Megatron-LM frees what it has sent, and what it receives is the kept input of a block.
-        walk.entering, walk.leaving = entering, leaving
-        walk.fixed += receive_buffer_bytes(entering, leaving, setting, stage)
+        parts = [replace(part, entering=0, leaving=0) for part in parts]
+    walk = _Walk(blocks, setting, optimizer, is_mixed, is_gloo, engine, parts)
+    walk.fixed = input_bytes + receive_buffer_bytes(parts, setting, stage)
+    walk.standing = standing_bytes
     walk.run(stage_actions(setting, stage))
     by_category = {**walk.peak_parts, "reserve": reserve}
     return StageMemory(
@@ -150,41 +166,52 @@ def memory_samples(
     blocks: Sequence[StageBlock],
     setting: Setting,
     optimizer: Optimizer,
-    actions: Sequence[str],
+    actions: Sequence[tuple[str, int]],
     *,
     stage: int = 0,
     is_mixed: bool = False,
     is_gloo: bool = False,
-    side_bytes: int = 0,
     input_bytes: int = 0,
-    entering: int = 0,
-    leaving: int = 0,
+    parts: Sequence[PartBytes],
 ) -> tuple[MemorySample, ...]:
-    """Return a stage's bytes along its actions, each `F` or `B`; others as in `stage_memory`.
+    """Return a rank's bytes along its actions, each a kind and which of the rank's stages.
 
-    The largest of them and the reserve make the peak of `stage_memory` for the schedule's actions.
+    The largest of them and the reserve make the peak of `stage_memory` for the schedule's actions;
+    others as there.
     """
-    walk = _Walk(blocks, setting, optimizer, is_mixed, is_gloo, AUTOPLAN)
-    walk.entering, walk.leaving, walk.side = entering, leaving, side_bytes
-    walk.fixed = input_bytes + receive_buffer_bytes(entering, leaving, setting, stage)
-    backwards = [index for index, kind in enumerate(actions) if kind == "B"]
-    walk.run([(kind, index == backwards[-1], 0) for index, kind in enumerate(actions)])
+    walk = _Walk(blocks, setting, optimizer, is_mixed, is_gloo, AUTOPLAN, parts)
+    walk.fixed = input_bytes + receive_buffer_bytes(parts, setting, stage)
+    last = {part: index for index, (kind, part) in enumerate(actions) if kind in "BW"}
+    walk.run([(kind, index == last[part], part) for index, (kind, part) in enumerate(actions)])
     return tuple(
         MemorySample(action=action, block=block, nbytes=nbytes)
         for (action, block), nbytes in walk.samples.items()
     )
 
 
-def receive_buffer_bytes(entering: int, leaving: int, setting: Setting, stage: int) -> int:
-    """Return the receive buffers of a stage, which stay from the first step on.
+def receive_buffer_bytes(parts: Sequence[PartBytes], setting: Setting, stage: int) -> int:
+    """Return the receive buffers of a rank, which stay from the first step on.
 
-    A ring under 1F1B, one per micro-batch under GPipe; gradients that come back have the size of
-    the activations that left.
+    A ring under 1F1B, one per micro-batch under GPipe, and what the messages of the list need under
+    schedules of several stages a rank, gradients on their way included; gradients that come back
+    have the size of the activations that left.
     """
     m = setting.num_microbatches
+    if not any(part.entering or part.leaving for part in parts):
+        return 0
+    if setting.schedule in MULTI_STAGE:
+        pp, v = setting.pp, len(parts)
+        sent = min(m, most_sent(pp, v))
+        total = 0
+        sizes = message_buffers(setting.schedule, pp, enough_for_buffers(m, pp), v)
+        for part, own in zip(parts, sizes[stage::pp], strict=True):
+            received = min(m, own.activations) * part.entering
+            total += received + sent * part.entering + min(m, own.gradients) * part.leaving
+        return total
+    (only,) = parts
     if setting.schedule == "gpipe":
-        return m * (entering + leaving)
-    return setting.live()[stage] * entering + min(2, m) * leaving
+        return m * (only.entering + only.leaving)
+    return setting.live()[stage] * only.entering + min(2, m) * only.leaving
 
 
 def stage_actions(setting: Setting, stage: int) -> list[tuple[str, bool, int]]:
@@ -193,17 +220,12 @@ def stage_actions(setting: Setting, stage: int) -> list[tuple[str, bool, int]]:
     A schedule repeats itself after its warm-up, so micro-batches that change nothing are left out.
     """
     m = setting.num_microbatches
-    if setting.virtual_stages > 1:
-        m = min(m, _INTERLEAVED_GROUPS * setting.pp)
+    if setting.schedule in MULTI_STAGE:
+        m = enough_rounds(m, setting.pp)
     elif setting.schedule != "gpipe":
         m = min(m, setting.live()[stage] + 2)
-    parts = setting.virtual_stages
-    schedule = "interleaved" if parts > 1 else setting.schedule
-    listed = schedule_actions(schedule, setting.pp, m, parts)[stage]
+    listed = schedule_actions(setting.schedule, setting.pp, m, setting.virtual_stages)[stage]
     return [(a.kind, a.microbatch == m - 1, a.stage // setting.pp) for a in listed]
-
-
-_INTERLEAVED_GROUPS = 3  # of pp micro-batches: two warm up at most
 
 
 _BUFFER = -1  # the gradient buffer among the groups
@@ -220,8 +242,12 @@ class _Walk:
         is_mixed: bool,
         is_gloo: bool,
         engine: Engine,
+        parts: Sequence[PartBytes],
     ) -> None:
         self.blocks = blocks
+        ends = list(accumulate(part.num_blocks for part in parts))
+        self.parts = [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
+        self.part_bytes = parts
         self.has_buffer = engine.has_gradient_buffer
         self.setting = setting
         self.zero = setting.zero_stage
@@ -235,19 +261,19 @@ class _Walk:
         self.parameters = sum(s.parameters for s in statics)
         self.optimizer = sum(s.optimizer for s in statics)
         self.largest = max((b.group.largest for b in blocks), default=0)
-        self.root = len(blocks)
         groups: dict[int, list[GroupBytes]] = {}
-        for index, block in enumerate(blocks):
-            groups.setdefault(self.root if block.is_glue else index, []).append(block.group)
+        self.order: list[int] = []
+        for number, part in enumerate(self.parts):
+            root = len(blocks) + number
+            for index in part:
+                key = root if blocks[index].is_glue else index
+                groups.setdefault(key, []).append(blocks[index].group)
+            self.order += [k for k in (root, *part) if k in groups]
         self.stored = {k: sum(g.stored for g in v) for k, v in groups.items()}
         self.compute = {k: sum(g.gathered for g in v) for k, v in groups.items()}
         self.grads = {k: sum(g.gathered_grads for g in v) for k, v in groups.items()}
         self.whole = {k: sum(g.trained for g in v) for k, v in groups.items()}
-        self.retained = next((b.group.largest for b in reversed(blocks) if b.is_glue), 0)
-        self.order = [k for k in range(self.root) if k in groups]
-        if self.root in groups:
-            self.order.insert(0, self.root)
-        self.side = self.fixed = self.standing = self.entering = self.leaving = 0
+        self.fixed = self.standing = 0
         self.activations = 0
         self.gathered: dict[int, int] = {}
         self.buffers: dict[int, int] = {}
@@ -259,11 +285,7 @@ class _Walk:
         self.widens = is_mixed and not engine.is_gradient_wide
         last = max((i for i, b in enumerate(blocks) if not b.is_glue), default=None)
         self.stays_gathered = last if engine.keeps_last_gathered and setting.pp == 1 else None
-        parts = setting.virtual_stages
-        self.parts = [
-            range(len(blocks) * part // parts, len(blocks) * (part + 1) // parts)
-            for part in range(parts)
-        ]
+        self._enter(0)
         self.sharded: dict[int, int] = {}
         self.reduce_input = 0
         self._marks: set[str] = set()
@@ -273,6 +295,15 @@ class _Walk:
         self.peak = -1
         self.peak_name = ""
         self.peak_parts: dict[str, int] = {}
+
+    def _enter(self, part: int) -> None:
+        """Make one of the rank's stages the one that runs."""
+        own = self.part_bytes[part]
+        self.root = len(self.blocks) + part
+        self.side, self.entering, self.leaving = own.side, own.entering, own.leaving
+        self.part = self.parts[part]
+        glue = (self.blocks[i].group.largest for i in reversed(self.part) if self.blocks[i].is_glue)
+        self.retained = next(glue, 0)
 
     def note(self, name: str, transient: int = 0) -> None:
         """Compare what lives now, and a transient, with the peak so far."""
@@ -296,12 +327,14 @@ class _Walk:
     def run(self, actions: Sequence[tuple[str, bool, int]]) -> None:
         """Walk the actions, the last reductions, and the optimizer step."""
         for number, (kind, is_last, part) in enumerate(actions):
-            blocks = self.parts[part]
-            self.at = (number, blocks[0] if kind == "F" else blocks[-1])
+            self._enter(part)
+            self.at = (number, self.part[0] if kind == "F" else self.part[-1])
             if kind == "F":
-                self._forward(self.parts[part])
+                self._forward(self.part)
+            elif kind == "I":
+                self._input_backward()
             else:
-                self._backward(is_last, self.parts[part])
+                self._backward(is_last, self.part)
             self.at = (number, None)
             self.note("between micro-batches")
         self.at = (len(actions), None)
@@ -340,12 +373,12 @@ class _Walk:
 
     def _entering_kept(self) -> int:
         """Return the kept stage input: it is the receive buffer, which is counted there."""
-        first = self.blocks[0]
+        first = self.blocks[self.part[0]]
         return min(self.entering, first.input_bytes, first.memory.kept)
 
     def _leaving_added(self) -> int:
         """Return the bytes of the stage output that its last block does not keep anyway."""
-        return max(0, self.leaving - self.blocks[-1].memory.held_output_bytes)
+        return max(0, self.leaving - self.blocks[self.part[-1]].memory.held_output_bytes)
 
     def _gather_forward(self, group: int) -> None:
         if not self.wrapped or group not in self.compute or group in self.gathered:
@@ -373,7 +406,7 @@ class _Walk:
         self.activations += self._entering_kept() if self.is_pipeline else 0
         if self.wrapped and self.zero == 3:
             self._gather_backward(self.root)
-            self._prefetch(len(self.blocks))
+            self._prefetch(part[-1] + 1)
         before = self.gradients.get(self.root, 0)
         for index in reversed(part):
             block = self.blocks[index]
@@ -392,6 +425,23 @@ class _Walk:
         self.reduce_input = 0
         self.unmerged = 0
 
+    def _input_backward(self) -> None:
+        """Walk a backward to the inputs: what it keeps goes with the backward to the weights.
+
+        Torch frees what only the inputs needed when it can; here all stays, and what the weights
+        need comes on top.
+        """
+        self.activations += self._entering_kept()
+        for index in reversed(self.part):
+            block = self.blocks[index]
+            self.at = (self.at[0], index)
+            self.note(
+                f"backward of block {index} to its inputs",
+                block.accumulating.backward_peak - block.accumulating.kept,
+            )
+            self.activations += block.deferred_bytes
+        self.activations -= self._entering_kept()
+
     def _backward_of(self, index: int, block: StageBlock) -> None:
         if self.has_buffer:
             transient = block.accumulating.backward_peak - block.accumulating.kept
@@ -406,6 +456,8 @@ class _Walk:
         memory = block.memory if is_first and not adds_up else block.accumulating
         self.note(f"backward of block {index}", memory.backward_peak - memory.kept)
         self.activations -= block.own_kept
+        if self.setting.schedule == "zero_bubble":
+            self.activations -= block.deferred_bytes
         # Autograd adds up all gradients of a shared parameter before it touches the one there is.
         self.unmerged += block.group.early_grads - block.group.late_grads
         if not adds_up:
@@ -426,7 +478,8 @@ class _Walk:
         self.buffers.clear()
 
     def _prefetch(self, index: int) -> None:
-        earlier = next((i for i in reversed(range(index)) if i in self.compute), None)
+        before = reversed(range(self.part[0], index))
+        earlier = next((i for i in before if i in self.compute), None)
         if earlier is not None and earlier not in self.gathered and self.setting.dp > 1:
             self.buffers[earlier] = self.compute[earlier]
             self.note("prefetching parameters", self._copied_in(earlier))
@@ -438,7 +491,8 @@ class _Walk:
         self.reduce_input = size
         self.note("reducing gradients")
         self.gradients.pop(group, None)
-        self._marks = {m for m in self._marks if group != self.root}
+        if group >= len(self.blocks):
+            self._marks.clear()
         copy = size if self.is_gloo and self.zero > 0 else 0
         shard = (
             -(-self.whole[group] // self.setting.dp_shard) if self.zero > 0 else self.whole[group]

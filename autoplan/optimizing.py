@@ -76,7 +76,8 @@ def optimize(
         within: bounds of settings, both ends allowed: `{"tp": (1, 4)}`.
         forbid: values that settings may not have: `{"tp": [8], "zero_stage": 3}`.
         **pins: fixed settings: dp, tp, pp, zero_stage, microbatch_size, num_microbatches,
-            recompute.
+            dp_replicate, axis_order, recompute, schedule, virtual_stages. Several stages a rank are
+            searched where `schedule="interleaved"` or `virtual_stages` asks for them.
 
     Raises:
         InfeasibleError: nothing fits; says the need, the capacity, the category and a remedy.

@@ -34,7 +34,7 @@ __all__ = [
     "StagePlan",
 ]
 
-Schedule = Literal["none", "gpipe", "1f1b"]
+Schedule = Literal["none", "gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 MEMORY_CATEGORIES = (
     "parameters",
@@ -149,9 +149,9 @@ class Predicted:
 
     Attributes:
         step_time_s: one optimizer step of the whole global batch.
-        peak_memory_bytes: per stage, of its fullest rank, reserve included.
-        memory_by_category: per stage, bytes by category at the instant of the peak.
-        stage_time_s: per stage, forward plus backward of one micro-batch.
+        peak_memory_bytes: per rank of the pipeline, of its fullest device, reserve included.
+        memory_by_category: likewise, bytes by category at the instant of the peak.
+        stage_time_s: likewise, forward plus backward of one micro-batch in all its stages.
         time_by_category: of the step, seconds by category.
         capacity_bytes: Device_Memory that every peak was held against.
         lookups: how many cost look-ups were measured, interpolated, extrapolated, roofline.
@@ -238,7 +238,8 @@ class Plan:
             and the optimizer steps there.
         autocast: dtype of the `torch.autocast` that forward and recomputation run under.
         optimizer: name of the optimizer that the memory was counted for.
-        stages: blocks of each stage.
+        stages: blocks of each stage, in the order of the chain; stage s is on rank s % pp of the
+            pipeline. Under `interleaved` and `zero_bubble` a rank may have several.
         recompute: named recompute entries.
         placements: named layouts.
         shared: groups of FQNs of one parameter that live in one or more stages.
@@ -279,6 +280,17 @@ class Plan:
     costs: PlanCosts | None = None
     attached: Any = field(default=None, compare=False, repr=False, metadata={"json": False})
     question: Any = field(default=None, compare=False, repr=False, metadata={"json": False})
+
+    @property
+    def num_chunks(self) -> int:
+        """Return the stages of each rank of the pipeline."""
+        return max(1, len(self.stages) // self.mesh.pp)
+
+    @property
+    def recomputes(self) -> bool:
+        """Return whether some block runs again in its backward."""
+        blocks = (block for stage in self.stages for block in stage.blocks)
+        return any(self.recompute[b.recompute].mode != "none" for b in blocks)
 
     @property
     def slices(self) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from autoplan.errors import PlanError
-from autoplan.memory import MemorySample, memory_samples
+from autoplan.memory import MemorySample, PartBytes, memory_samples
 from autoplan.plan import Plan
 from autoplan.schedules import Action, ActionLists, schedule_actions
 from autoplan.settings import Optimizer, Setting
@@ -65,23 +66,30 @@ def _memory(
             ends[interval.rank] = max(ends[interval.rank], interval.end_s)
     curves = []
     for rank, own in enumerate(actions):
-        changes: list[tuple[float, int]] = []
-        for stage in sorted({a.stage for a in own}):
-            walked = [a for a in own if a.stage == stage and a.kind != "I"]
-            samples = _samples(plan, costs, schedule, stage, walked)
-            changes += _changes(_placed(samples, walked, intervals, ends[rank]))
+        stages = sorted({a.stage for a in own})
+        samples = _samples(plan, costs, schedule, rank, stages, own)
+        firsts = dict(zip(stages, _firsts(costs, stages), strict=True))
+        changes = _changes(_placed(samples, own, firsts, intervals, ends[rank]))
         curves.append(_summed(changes, costs.reserve_bytes))
     return tuple(curves)
 
 
+def _firsts(costs: PlanCosts, stages: Sequence[int]) -> list[int]:
+    """Return for each stage of a rank the number of the rank's blocks before it."""
+    return list(accumulate((len(costs.stages[s].blocks) for s in stages[:-1]), initial=0))
+
+
 def _samples(
-    plan: Plan, costs: PlanCosts, schedule: str, stage: int, actions: Sequence[Action]
+    plan: Plan,
+    costs: PlanCosts,
+    schedule: str,
+    rank: int,
+    stages: Sequence[int],
+    actions: Sequence[Action],
 ) -> tuple[MemorySample, ...]:
-    own = costs.stages[stage]
-    # Torch's stage has a receive buffer per micro-batch under schedules that ours do not size.
-    known = schedule if schedule in ("none", "1f1b") else "gpipe"
+    own = [costs.stages[s] for s in stages]
     return memory_samples(
-        [costs.blocks[name].bytes for name in own.blocks],
+        [costs.blocks[name].bytes for stage in own for name in stage.blocks],
         Setting(
             dp=plan.mesh.dp,
             tp=plan.mesh.tp,
@@ -91,7 +99,8 @@ def _samples(
             zero_stage=plan.zero_stage,
             microbatch_size=plan.microbatch_size,
             num_microbatches=plan.num_microbatches,
-            schedule=known,  # type: ignore[arg-type]
+            schedule=schedule,  # type: ignore[arg-type]
+            virtual_stages=len(stages),
             offload=plan.offload,
         ),
         Optimizer(
@@ -100,24 +109,31 @@ def _samples(
             traffic_bytes_per_byte=0.0,
             is_foreach=costs.is_foreach,
         ),
-        ["F" if a.kind == "F" else "B" for a in actions],
-        stage=stage,
+        [(a.kind, stages.index(a.stage)) for a in actions],
+        stage=rank,
         is_mixed=plan.mixed_precision != "none",
         is_gloo=not costs.overlaps,
-        side_bytes=own.side_bytes,
-        input_bytes=own.input_bytes,
-        entering=own.entering_bytes,
-        leaving=own.leaving_bytes,
+        input_bytes=own[0].input_bytes,
+        parts=[
+            PartBytes(
+                num_blocks=len(stage.blocks),
+                side=stage.side_bytes,
+                entering=stage.entering_bytes,
+                leaving=stage.leaving_bytes,
+            )
+            for stage in own
+        ],
     )
 
 
 def _placed(
     samples: Sequence[MemorySample],
     actions: Sequence[Action],
+    firsts: Mapping[int, int],
     intervals: dict[tuple[str, int], list[Interval]],
     end_s: float,
 ) -> list[tuple[float, int]]:
-    """Return the samples of a stage with the seconds from which each holds."""
+    """Return the samples of a rank with the seconds from which each holds."""
     placed: list[tuple[float, int]] = []
     after_s = 0.0
     for sample in samples:
@@ -126,14 +142,15 @@ def _placed(
         elif sample.block is None:
             placed.append((after_s, sample.nbytes))
         else:
-            run = intervals[str(actions[sample.action]), sample.block]
+            action = actions[sample.action]
+            run = intervals[str(action), sample.block - firsts[action.stage]]
             placed.append((run[0].start_s, sample.nbytes))
             after_s = run[-1].end_s
     return placed
 
 
 def _changes(placed: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Return (seconds, change in bytes) of a stage that starts with its first sample's bytes."""
+    """Return (seconds, change in bytes) of a rank that starts with its first sample's bytes."""
     curve = step_function([(0.0, placed[0][1]), *placed])
     before = 0
     changes = []

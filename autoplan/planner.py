@@ -19,12 +19,19 @@ from torch import nn
 
 from autoplan.autocast import check_autocast, dtype_of
 from autoplan.batches import batch_rows
-from autoplan.bounds import blocks_bound, frontiers_bound, ops_bound, static_reason
+from autoplan.bounds import (
+    blocks_bound,
+    frontiers_bound,
+    memory_bound,
+    ops_bound,
+    static_reason,
+)
 from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
 from autoplan.costs import Pricer
 from autoplan.frontiers import Decision, Frontiers
 from autoplan.graph import Trace
+from autoplan.interleaving import alike_run
 from autoplan.limits import Limits, constraint_texts
 from autoplan.offload import check_offload
 from autoplan.plan import Plan, SearchRecord, Simpler
@@ -151,9 +158,17 @@ class Planner:
         Raises:
             ValueError: the pins or the batch leave none; says which numbers would do.
         """
-        num_blocks = sum(holders(self.smallest_trace()))
+        trace = self.smallest_trace()
+        num_blocks = sum(holders(trace))
         found = list(
-            settings_of(self.cluster, self.workload, num_blocks, self.pins, limits=self.limits)
+            settings_of(
+                self.cluster,
+                self.workload,
+                num_blocks,
+                self.pins,
+                limits=self.limits,
+                num_alike=0 if self.even_cuts else len(alike_run(trace)),
+            )
         )
         if not found:
             raise ValueError(self._why_no_setting(num_blocks))
@@ -173,9 +188,9 @@ class Planner:
         return (
             f"no setting is possible for {world} devices, global batch {batch} and {pins}: "
             f"dp * tp * pp must be {world}, and dp * num_microbatches * microbatch_size must be "
-            f"{batch} (dp may be {', '.join(map(str, degrees))}), with num_microbatches >= pp and "
-            f"pp <= {num_blocks} blocks with parameters; zero_stage above 0 needs dp above 1"
-            + "".join(f"; {rule}" for rule in rules)
+            f"{batch} (dp may be {', '.join(map(str, degrees))}), with num_microbatches >= pp "
+            f"under 1f1b and pp <= {num_blocks} blocks with parameters; zero_stage above 0 needs "
+            "dp above 1" + "".join(f"; {rule}" for rule in rules)
         )
 
     def search(
@@ -195,7 +210,9 @@ class Planner:
                 refinements=(
                     lambda s=setting: blocks_bound(self, s),  # type: ignore[misc]
                     lambda s=setting: frontiers_bound(self, s),  # type: ignore[misc]
+                    lambda s=setting: memory_bound(self, s),  # type: ignore[misc]
                 ),
+                waits=setting.virtual_stages > 1,
                 solve=lambda cutoff, limit, s=setting: solve_setting(self, s, cutoff, limit),  # type: ignore[misc]
             )
             for name, setting in settings.items()

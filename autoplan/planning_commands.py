@@ -33,8 +33,15 @@ ModelArgument = Annotated[
     str, typer.Argument(help="Preset, transformers config.json, or file.py:function.")
 ]
 _INT_PINS = (
-    "dp", "tp", "pp", "zero_stage", "microbatch_size", "num_microbatches", "dp_replicate",
-)  # fmt: skip
+    "dp",
+    "tp",
+    "pp",
+    "zero_stage",
+    "microbatch_size",
+    "num_microbatches",
+    "virtual_stages",
+    "dp_replicate",
+)
 
 
 def parse_pins(texts: Sequence[str]) -> dict[str, Any]:

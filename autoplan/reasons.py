@@ -106,8 +106,9 @@ def _has(plan: Plan, settings: Mapping[str, Any]) -> bool:
     """Return whether a plan has settings already."""
     own: dict[str, Any] = {name: getattr(plan.mesh, name) for name in ("dp", "tp", "pp")}
     own |= {"dp_replicate": plan.mesh.dp_replicate, "axis_order": plan.mesh.axis_order}
-    for name in ("zero_stage", "microbatch_size", "num_microbatches"):
+    for name in ("zero_stage", "microbatch_size", "num_microbatches", "schedule"):
         own[name] = getattr(plan, name)
+    own["virtual_stages"] = plan.num_chunks
     modes = {
         plan.recompute[block.recompute].mode
         for stage in plan.stages

@@ -58,6 +58,8 @@ def least_memory(planner: Planner, enough: int = 0) -> Least:
     """
     every = planner.settings()
     settings = [s for s in every if layout_reason(planner, s) is None] or every
+    # Stages beside a rank's first only add to what it holds.
+    settings = [s for s in settings if s.virtual_stages == 1] or settings
     smallest = min(s.microbatch_size for s in settings)
     best: Least | None = None
     stages = (0, 3) if "zero_stage" not in planner.pins else (0, 1, 2, 3)
@@ -76,7 +78,7 @@ def least_memory(planner: Planner, enough: int = 0) -> Least:
 def _least_of(planner: Planner, setting: Setting) -> Least:
     pricer = planner.pricer(setting.microbatch_size)
     calls = range(len(pricer.trace.calls))
-    ends = even_stage_ends(pricer.trace, setting.pp)
+    ends = even_stage_ends(pricer.trace, setting.pp * setting.virtual_stages)
     best = min(
         (
             _priced(pricer, setting, ends, _leanest(pricer, setting, is_sliced))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from autoplan.caching_allocator import Block, CachingAllocator
 from autoplan.flat_partitions import gathered_pieces, reduced_buckets
@@ -81,6 +82,7 @@ def replayed(
     workload: Workload,
     *,
     stage: int = 0,
+    part_sizes: Sequence[int],
     is_expandable: bool = False,
     capacity_bytes: int | None = None,
     is_across: bool = False,
@@ -92,14 +94,15 @@ def replayed(
         blocks: in execution order.
         setting: degrees, ZeRO stage, micro-batches, schedule.
         workload: optimizer, precision, engine.
-        stage: index of the stage.
+        stage: index of the rank of the pipeline, or of its only stage.
+        part_sizes: numbers of blocks of its stages.
         is_expandable: segments of the allocator grow.
         capacity_bytes: of the device, less its reserve; None: any amount.
         is_across: data-parallel ranks are on several nodes.
         fixed_bytes: of tensors that are always there, such as the batch.
     """
     allocator = CachingAllocator(is_expandable=is_expandable, capacity_bytes=capacity_bytes)
-    run = _Replay(blocks, setting, workload, allocator, is_across)
+    run = _Replay(blocks, setting, workload, allocator, part_sizes, is_across)
     actions = stage_actions(setting, stage)
     run.start(fixed_bytes)
     for _ in range(_STEPS):
@@ -157,6 +160,7 @@ class _Replay:
         setting: Setting,
         workload: Workload,
         allocator: CachingAllocator,
+        part_sizes: Sequence[int],
         is_across: bool,
     ) -> None:
         self.blocks = blocks
@@ -192,11 +196,8 @@ class _Replay:
                 self.reading[value] = self.reading.get(value, 0) + 1
         self.last: int | None = None
         self.pending = 0
-        parts = setting.virtual_stages
-        self.parts = [
-            range(len(blocks) * part // parts, len(blocks) * (part + 1) // parts)
-            for part in range(parts)
-        ]
+        ends = list(accumulate(part_sizes))
+        self.parts = [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
 
     # The resident state.
 
@@ -245,6 +246,8 @@ class _Replay:
         self._zero_gradients()
         counts = {kind: dict.fromkeys(range(len(self.parts)), 0) for kind in "FB"}
         for kind, is_last, part in actions:
+            if kind == "I":  # what it frees is counted with the backward of the weights
+                continue
             number = counts[kind][part]
             counts[kind][part] += 1
             if kind == "F":

@@ -64,11 +64,12 @@ def _lines(plan: Plan) -> Iterator[str]:
         [("stage", "blocks", "recompute", "time", "peak"), *(_stage(plan, s) for s in plan.stages)]
     )
     yield ""
-    yield "Memory by category at the peak of each stage"
+    place = "rank" if plan.num_chunks > 1 else "stage"
+    yield f"Memory by category at the peak of each {place}"
     names = list(predicted.memory_by_category[0])
     yield table(
         [
-            ("stage", *names),
+            (place, *names),
             *(
                 (str(i), *(format_bytes(parts[n]) for n in names))
                 for i, parts in enumerate(predicted.memory_by_category)
@@ -126,12 +127,13 @@ def _stage(plan: Plan, stage: StagePlan) -> tuple[str, str, str, str, str]:
     for block in stage.blocks:
         counts[block.recompute] = counts.get(block.recompute, 0) + 1
     modes = ", ".join(f"{n} x {name}" for name, n in counts.items())
+    rank = stage.index % plan.mesh.pp
     return (
-        str(stage.index),
+        str(stage.index) if plan.num_chunks == 1 else f"{stage.index} on rank {rank}",
         f"{first.fqn or first.block} .. {last.fqn or last.block} ({len(stage.blocks)})",
         modes,
-        format_seconds(plan.predicted.stage_time_s[stage.index]),
-        format_bytes(plan.predicted.peak_memory_bytes[stage.index]),
+        format_seconds(plan.predicted.stage_time_s[rank]),
+        format_bytes(plan.predicted.peak_memory_bytes[rank]),
     )
 
 

@@ -22,7 +22,7 @@ def reserved_memory(
     *,
     is_expandable: bool,
 ) -> tuple[Reserved, ...]:
-    """Return per stage what its tensors take and what is reserved for them.
+    """Return per rank of the pipeline what its tensors take and what is reserved for them.
 
     Args:
         pricer: of the micro-batch size.
@@ -31,27 +31,31 @@ def reserved_memory(
         decisions: one per call.
         is_expandable: segments of the allocator grow.
     """
-    starts = [0, *ends[:-1]]
-    return tuple(
-        replayed(
-            _blocks(pricer, setting, range(start, end), decisions),
+    spans = [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
+    found = []
+    for rank in range(setting.pp):
+        own = spans[rank :: setting.pp]
+        calls = [call for span in own for call in span]
+        run = replayed(
+            _blocks(pricer, setting, calls, decisions),
             setting,
             pricer.workload,
-            stage=stage,
+            stage=rank,
+            part_sizes=[len(span) for span in own],
             is_expandable=is_expandable,
             capacity_bytes=pricer.cluster.capacity_bytes,
             is_across=setting.dp * setting.tp > pricer.cluster.gpus_per_node,
             fixed_bytes=(
                 pricer.batch_bytes(setting),
-                pricer.standing_bytes(range(start, end), decisions, setting.tp),
+                pricer.standing_bytes(calls, decisions, setting.tp),
             ),
         )
-        for stage, (start, end) in enumerate(zip(starts, ends, strict=True))
-    )
+        found.append(run)
+    return tuple(found)
 
 
 def _blocks(
-    pricer: Pricer, setting: Setting, calls: range, decisions: Sequence[Decision]
+    pricer: Pricer, setting: Setting, calls: Sequence[int], decisions: Sequence[Decision]
 ) -> tuple[ReplayedBlock, ...]:
     held: set[str] = set()
     made: dict[tuple[int, object], ReplayedBlock] = {}

@@ -15,10 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoplan.errors import EmitError
-from autoplan.sharders import Sharder, local_tensor, normalise_gradient
-from autoplan.stages import StageRoot
-from autoplan.step_buffers import StepBuffers
-from autoplan.step_means import StepMeans
+from autoplan.sharders import local_tensor, normalise_gradient
+from autoplan.stage_parts import StagePart, joined
 from autoplan.training_state import load_checkpoint, save_checkpoint
 
 __all__ = ["BatchSplitter", "ParallelModule", "Tie"]
@@ -31,7 +29,7 @@ class BatchSplitter:
     Attributes:
         keys: readable paths of the tensor leaves.
         batch_dims: per tensor leaf its batch dimension, None for one without a batch.
-        wanted: positions of the leaves that this stage reads.
+        wanted: positions of the leaves that the stages of this rank read.
         rows: per micro-batch.
         num_microbatches: per step and rank.
         dp: data-parallel degree.
@@ -49,7 +47,7 @@ class BatchSplitter:
     device: torch.device
 
     def microbatches(self, batch: Any) -> list[tuple[torch.Tensor, ...]]:
-        """Return per micro-batch the leaves that this stage reads.
+        """Return per micro-batch the leaves that this rank reads.
 
         Raises:
             ValueError: the batch has other leaves or another number of rows.
@@ -107,12 +105,12 @@ def _rows(leaf: torch.Tensor, dim: int | None, start: int, count: int) -> torch.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tie:
-    """A parameter with copies on several stages; their gradients are summed.
+    """A parameter with copies on several ranks of the pipeline; their gradients are summed.
 
     Attributes:
-        fqn: its name on this stage.
-        group: this rank's peers on the stages that have it.
-        is_counted: this stage counts it in norms.
+        fqn: its name on this rank.
+        group: this rank's peers that have it.
+        is_counted: this rank counts it in norms.
     """
 
     fqn: str
@@ -141,13 +139,10 @@ class ParallelModule(nn.Module):
         self,
         *,
         plan: Any,
-        root: StageRoot,
+        parts: Sequence[StagePart],
         mesh: DeviceMesh | None,
-        sharder: Sharder,
         splitter: BatchSplitter,
         ties: Sequence[Tie],
-        buffers: StepBuffers,
-        means: StepMeans,
         aliases: Mapping[str, str],
         run_step: Callable[[int], list[torch.Tensor]],
         sources: Sequence[str],
@@ -155,15 +150,13 @@ class ParallelModule(nn.Module):
         evaluator: Evaluation | None = None,
     ) -> None:
         super().__init__()
-        self.training = self._is_trained_in = root.training
+        self.training = self._is_trained_in = parts[0].root.training
         self.plan = plan
         self.mesh = mesh
-        self.__dict__["_root"] = root
-        self._sharder = sharder
+        self._parts = tuple(parts)
+        self.__dict__["_root"] = joined(parts)
         self._splitter = splitter
         self._ties = tuple(ties)
-        self._changed = buffers
-        self._means = means
         self._aliases = dict(aliases)
         self._run_step = run_step
         self._sources = tuple(sources)
@@ -182,31 +175,30 @@ class ParallelModule(nn.Module):
             ValueError: the batch has another size than the plan's, or the module is in another mode
                 than it was planned in.
         """
-        root: StageRoot = self.__dict__["_root"]
         if self.training != self._is_trained_in:
             mode = "train" if self._is_trained_in else "eval"
             raise ValueError(f"the plan is for {mode} mode: call {mode}() before train_step")
-        microbatches = self._splitter.microbatches(batch)
-        root.feed(microbatches)
-        self._means.begin(microbatches)
         count = self.plan.num_microbatches
-        self._sharder.before_step(count)
-        self._changed.begin()
+        self._feed(self._splitter.microbatches(batch))
+        for part in self._parts:
+            part.sharder.before_step(count)
+            part.buffers.begin()
         losses = self._run_step(count)
-        self._sharder.after_step()
-        self._changed.end()
-        for parameter in root.parameters():
+        for part in self._parts:
+            part.sharder.after_step()
+            part.buffers.end()
+        for parameter in self.parameters():
             normalise_gradient(parameter)
         self._sum_ties()
         return self._mean_loss(losses)
 
     def run_microbatches(self, count: int) -> list[torch.Tensor]:
         """Run forward and backward of each micro-batch in turn, without a pipeline."""
-        root: StageRoot = self.__dict__["_root"]
+        (part,) = self._parts
         losses = []
         for index in range(count):
-            self._sharder.before_microbatch(index, count)
-            (loss,) = root()
+            part.sharder.before_microbatch(index, count)
+            (loss,) = part.root()
             loss.backward()
             losses.append(loss.detach())
             del loss
@@ -214,12 +206,17 @@ class ParallelModule(nn.Module):
 
     def forward_microbatch(self, batch: Any) -> torch.Tensor:
         """Return the loss of the first micro-batch with its graph; for measuring, not training."""
-        root: StageRoot = self.__dict__["_root"]
-        first = self._splitter.microbatches(batch)[:1]
-        root.feed(first)
-        self._means.begin(first)
-        loss: torch.Tensor = root()[0]
+        (part,) = self._parts
+        self._feed(self._splitter.microbatches(batch)[:1])
+        loss: torch.Tensor = part.root()[0]
         return loss
+
+    def _feed(self, microbatches: Sequence[tuple[torch.Tensor, ...]]) -> None:
+        """Give every stage the leaves that it reads of each micro-batch of the step."""
+        for part in self._parts:
+            own = [tuple(leaves[i] for i in part.wanted) for leaves in microbatches]
+            part.root.feed(own)
+            part.means.begin(own)
 
     def shard_batch(self, global_batch: Any) -> Any:
         """Return the rows of the global batch that this rank's `train_step` takes."""
@@ -365,24 +362,24 @@ class ParallelModule(nn.Module):
         )
 
     def code(self, stage: int | None = None) -> str:
-        """Return the text of what `stage` runs (this rank's own, if None)."""
+        """Return the text of what `stage` runs (all of this rank's own, if None)."""
         if stage is None:
             own = self.mesh.get_local_rank("pp") if self.mesh is not None else 0
-            return self._sources[own]
+            return "\n".join(self._sources[own :: self.plan.mesh.pp])
         return self._sources[stage]
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters under the user's names."""
-        root: StageRoot = self.__dict__["_root"]
+        root: nn.Module = self.__dict__["_root"]
         yield from root.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's buffers under the user's names."""
-        root: StageRoot = self.__dict__["_root"]
+        root: nn.Module = self.__dict__["_root"]
         yield from root.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]

@@ -11,17 +11,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Literal, get_args
 
 __all__ = [
+    "MULTI_STAGE",
     "SCHEDULES",
     "Action",
     "ActionLists",
+    "enough_rounds",
     "gpipe",
+    "in_flight",
     "interleaved",
     "most_in_flight",
     "one_f_one_b",
     "schedule_actions",
+    "unrunnable_split",
     "zero_bubble",
 ]
 
@@ -185,9 +190,10 @@ _GENERATORS: dict[str, Callable[[int, int, int], ActionLists]] = {
     "zero_bubble": zero_bubble,
 }
 SCHEDULES = tuple(_GENERATORS)
-_TAKES_CHUNKS = ("interleaved", "zero_bubble")
+MULTI_STAGE = ("interleaved", "zero_bubble")
 
 
+@lru_cache(maxsize=256)
 def schedule_actions(
     schedule: str, pp: int, num_microbatches: int, num_chunks: int = 1
 ) -> ActionLists:
@@ -201,14 +207,61 @@ def schedule_actions(
     for name, value in (("pp", pp), ("num_microbatches", num_microbatches)):
         if value < 1:
             raise ValueError(f"{name} is {value}: it must be at least 1")
-    if num_chunks < 1 or (num_chunks > 1 and schedule not in _TAKES_CHUNKS):
+    if num_chunks < 1 or (num_chunks > 1 and schedule not in MULTI_STAGE):
         raise ValueError(
             f"schedule {schedule} with {num_chunks} stages a rank: only "
-            f"{' and '.join(_TAKES_CHUNKS)} take more than one"
+            f"{' and '.join(MULTI_STAGE)} take more than one"
         )
     if schedule == "none" and pp > 1:
         raise ValueError(f"pp={pp} stages need a schedule: gpipe, 1f1b, interleaved, zero_bubble")
     return _GENERATORS[schedule](pp, num_microbatches, num_chunks)
+
+
+def unrunnable_split(
+    schedule: str, zero_stage: int, *, is_mixed: bool, recomputes: bool = False
+) -> str | None:
+    """Return why torch cannot run a schedule's split backward with other decisions, or None.
+
+    FSDP, which mixed precision needs too, reduces gradients in the backward to the inputs, where
+    weights have none yet: they come out wrong, without an error. What is recomputed runs again for
+    the inputs and then for every group of parameters: right, but many times as long.
+    """
+    if schedule != "zero_bubble":
+        return None
+    if recomputes:
+        return (
+            "zero_bubble splits backwards, and torch would run a recomputed block again for each "
+            "of its layers: keep everything (recompute='none'), or use another schedule"
+        )
+    if zero_stage == 0 and not is_mixed:
+        return None
+    what = f"zero_stage={zero_stage}" if zero_stage else "mixed precision"
+    return (
+        f"zero_bubble splits backwards, and {what} is run by FSDP, which cannot reduce gradients "
+        "that come in two parts: use zero_stage=0 in one dtype, or another schedule"
+    )
+
+
+def enough_rounds(num_microbatches: int, pp: int) -> int:
+    """Return micro-batches after which a schedule in rounds repeats itself."""
+    if num_microbatches % pp:
+        return num_microbatches
+    return min(num_microbatches, _ROUNDS * pp)
+
+
+_ROUNDS = 3  # two warm up at most
+
+
+@cache
+def in_flight(
+    schedule: str, pp: int, num_microbatches: int, num_chunks: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return per rank and stage of it the most micro-batches that are alive there at once."""
+    found = []
+    for own in schedule_actions(schedule, pp, num_microbatches, num_chunks):
+        stages = sorted({action.stage for action in own})
+        found.append(tuple(most_in_flight([a for a in own if a.stage == s]) for s in stages))
+    return tuple(found)
 
 
 def most_in_flight(actions: Sequence[Action]) -> int:

@@ -332,14 +332,14 @@ class _Script:
         lines.append(f"used by {block.fqn or 'the model'} (call {block.call}, stage {stage})")
 
     def _plan_text(self) -> str:
-        plan, program = self.plan, self.program
+        plan, program, pp = self.plan, self.program, self.plan.mesh.pp
         owners: dict[str, set[int]] = {}
         trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
         for stage in self.stages:
             for index in stage.calls:
                 for fqn in program.calls[index].states:
                     if fqn in program.aliases:
-                        owners.setdefault(program.aliases[fqn], set()).add(stage.index)
+                        owners.setdefault(program.aliases[fqn], set()).add(stage.index % pp)
         shared = tuple(
             (n, tuple(sorted(on)))
             for n, on in sorted(owners.items())

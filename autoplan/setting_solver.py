@@ -10,6 +10,7 @@ from autoplan.cluster import Cluster
 from autoplan.costs import TICK_S, Pricer
 from autoplan.frontiers import Decision
 from autoplan.graph import Trace
+from autoplan.interleaving import dealt, even_rank_ends, rank_cuts
 from autoplan.search.evaluate import block_options, stage_costs
 from autoplan.search.pipeline import solve_pipeline
 from autoplan.search.problem import (
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["pipeline_problem", "solve_setting"]
 
 _MAX_REPAIRS = 8
+_UNEVEN = 0.01  # by which stages of a rank may make a step longer than even ones would
 _GRAIN_BITS = 12  # a stage's time is rounded up by 2**-12 of it at most, 0.025 %
 _ONCE_GRAIN_BITS = 10  # what is paid once a step by 2**-10 of the step at most, 0.1 %
 _MOST_EXACT_BLOCKS = 16
@@ -75,7 +77,7 @@ def _solve_borders(
     """Return the best cuts and options where activations cross the borders of blocks in one way."""
     problem, per_call = pipeline_problem(planner, setting, is_sequence_parallel)
     if cutoff is not None:
-        fastest = solve_pipeline(_at_best(problem), cutoff=cutoff, time_limit_s=time_limit_s)
+        fastest = _solved(setting, _at_best(problem), cutoff, time_limit_s)
         if fastest.status == "infeasible":
             return fastest
     capacities = (_calibrated(planner, setting, problem, per_call), problem.capacity)
@@ -120,17 +122,21 @@ def _repaired(
     """Return a solution that fits exactly, or one without options, and if that came at once."""
     pricer = planner.pricer(setting.microbatch_size)
     for attempt in range(_MAX_REPAIRS):
-        solution = solve_pipeline(problem, cutoff=cutoff, time_limit_s=time_limit_s)
+        by_rank = solution = _solved(setting, problem, cutoff, time_limit_s)
         if not solution.options:
             return solution, attempt == 0
+        if setting.virtual_stages > 1:
+            solution = dealt(pricer.trace, problem, by_rank, setting.virtual_stages)
         chosen = [d[o] for d, o in zip(per_call, solution.options, strict=True)]
         price = pricer.plan_price(setting, solution.ends, chosen)
         totals = [cluster.total_bytes for cluster in stage_clusters(planner.cluster, setting)]
         excess = [m.peak - total for m, total in zip(price.memory, totals, strict=True)]
         if max(excess) <= 0:
+            if setting.virtual_stages > 1:
+                solution = _as_dealt(planner, solution, price.step_time_s, cutoff)
             return solution, False
         # Below what this answer takes by the linear memory, or the same answer would come again.
-        linear = [cost.memory for cost in stage_costs(problem, solution.ends, solution.options)]
+        linear = [cost.memory for cost in stage_costs(problem, by_rank.ends, by_rank.options)]
         capacity = tuple(
             used - -(-over // pricer.memory_unit) if over > 0 else room
             for room, used, over in zip(problem.capacity, linear, excess, strict=True)
@@ -140,6 +146,39 @@ def _repaired(
         status="infeasible", ends=(), options=(), objective=0, bound=cutoff or 0
     )
     return none, False
+
+
+def _as_dealt(
+    planner: Planner, solution: PipelineSolution, step_time_s: float, cutoff: int | None
+) -> PipelineSolution:
+    """Return a solution with the time that its stages, as they were dealt, really take.
+
+    Where they are so uneven that this is longer than the ranks' shares allow, the setting is not in
+    the space, unless its number of stages is the user's.
+    """
+    objective = max(solution.objective, -int(-step_time_s // TICK_S))
+    is_even = objective <= solution.objective * (1 + _UNEVEN)
+    is_wanted = is_even or "virtual_stages" in planner.pins
+    if not is_wanted or (cutoff is not None and objective >= cutoff):
+        return PipelineSolution(
+            status="infeasible", ends=(), options=(), objective=0, bound=cutoff or 0
+        )
+    bound = objective if solution.status == "optimal" else solution.bound
+    return replace(solution, objective=objective, bound=bound)
+
+
+def _solved(
+    setting: Setting, problem: PipelineProblem, cutoff: int | None, time_limit_s: float
+) -> PipelineSolution:
+    """Return the solution of a problem whose times are a number of ticks for each stage of a rank.
+
+    With v stages a rank a step takes m times the slowest rank and a v-th of the others, so v steps
+    take as long as one of m v micro-batches without.
+    """
+    v = setting.virtual_stages
+    scaled = None if cutoff is None else cutoff * v
+    found = solve_pipeline(problem, cutoff=scaled, time_limit_s=time_limit_s)
+    return replace(found, objective=found.objective // v, bound=found.bound // v)
 
 
 def _calibrated(
@@ -153,14 +192,19 @@ def _calibrated(
     Measured on even cuts; a stage where the linear memory is too low keeps its capacity.
     """
     pricer = planner.pricer(setting.microbatch_size)
-    ends = even_stage_ends(pricer.trace, setting.pp)
+    ends = _even_ends(pricer.trace, setting)
     leanest = [
         min(range(len(own)), key=lambda i: own[i].static + own[i].kept + own[i].working)
         for own in block_options(problem)
     ]
     linear = [cost.memory for cost in stage_costs(problem, ends, leanest)]
-    chosen = [d[o] for d, o in zip(per_call, leanest, strict=True)]
-    price = pricer.plan_price(setting, ends, chosen)
+    solution = PipelineSolution(
+        status="feasible", ends=ends, options=tuple(leanest), objective=0, bound=0
+    )
+    if setting.virtual_stages > 1:
+        solution = dealt(pricer.trace, problem, solution, setting.virtual_stages)
+    chosen = [d[o] for d, o in zip(per_call, solution.options, strict=True)]
+    price = pricer.plan_price(setting, solution.ends, chosen)
     exact = [
         -(-(m.peak - cluster.reserved_bytes) // pricer.memory_unit)
         for m, cluster in zip(price.memory, stage_clusters(planner.cluster, setting), strict=True)
@@ -191,7 +235,8 @@ def pipeline_problem(
         per_call.append(decisions)
         is_last = call == len(pricer.trace.calls) - 1
         options = tuple(
-            pricer.option(call, d, setting, live[-1] if is_last else live[0]) for d in decisions
+            _by_rank(pricer.option(call, d, setting, live[-1] if is_last else live[0]), setting)
+            for d in decisions
         )
         key = (trace_call.block, options)
         if runs and key == previous:
@@ -201,6 +246,20 @@ def pipeline_problem(
         previous = key
     fastest = [decisions[0] for decisions in per_call]
     return _pipeline(planner, setting, tuple(runs), fastest, is_sequence_parallel), per_call
+
+
+def _by_rank(option: BlockOption, setting: Setting) -> BlockOption:
+    """Return an option in the ticks of `_solved`."""
+    if setting.virtual_stages == 1:
+        return option
+    return replace(option, once=option.once * setting.virtual_stages)
+
+
+def _even_ends(trace: Trace, setting: Setting) -> tuple[int, ...]:
+    """Return even ends of the ranks' shares."""
+    if setting.virtual_stages > 1:
+        return even_rank_ends(trace, setting.pp)
+    return even_stage_ends(trace, setting.pp)
 
 
 def _pipeline(
@@ -219,17 +278,18 @@ def _pipeline(
     side = pricer.side_bytes(range(num_calls), fastest, setting.tp)
     grain, once_grain = _grains(runs, setting)
     fixed, boundary = [], []
+    v = setting.virtual_stages
+    slowest_cut_s = _slowest_cut_s(setting, pricer, is_sliced) if setting.pp > 1 else 0.0
     for stage in range(setting.pp):
-        neighbours = (stage > 0) + (stage < setting.pp - 1)
-        transfer = crossing * _transfer_copies(setting, stage, live[stage])
-        nbytes = side * live[stage] + pricer.batch_bytes(setting) + transfer
+        neighbours = 2 * v - (stage == 0) - (stage == setting.pp - 1)
+        transfer = crossing * v * _transfer_copies(setting, stage, live[stage])
+        nbytes = side * v * live[stage] + pricer.batch_bytes(setting) + transfer
         fixed.append(-(-nbytes // unit))
-        seconds = neighbours * _slowest_cut_s(setting, pricer, is_sliced) if neighbours else 0.0
-        seconds += 2 * pricer.action_s(setting)
+        seconds = neighbours * slowest_cut_s + 2 * v * pricer.action_s(setting)
         boundary.append(-int(-seconds // TICK_S))
     return PipelineProblem(
         runs=runs,
-        num_microbatches=setting.num_microbatches,
+        num_microbatches=setting.num_microbatches * v,
         live=live,
         capacity=tuple(
             cluster.capacity_bytes // unit for cluster in stage_clusters(planner.cluster, setting)
@@ -239,7 +299,8 @@ def _pipeline(
         boundary=tuple(boundary),
         grain=grain,
         once_grain=once_grain,
-        cut_allowed=_even_cuts(pricer.trace, setting.pp) if planner.even_cuts else (),
+        cut_allowed=_cuts(planner, setting, pricer.trace),
+        min_blocks=v,
         anchors=holders(pricer.trace) if setting.pp > 1 else (),
     )
 
@@ -268,14 +329,18 @@ def _grains(runs: Sequence[Run], setting: Setting) -> tuple[int, int]:
         return 1, 1
     total = sum(run.count * min(o.forward + o.backward for o in run.options) for run in runs)
     stage = total // setting.pp
-    step = stage * (setting.num_microbatches + setting.pp - 1)
-    return max(1, stage >> _GRAIN_BITS), max(1, step >> _ONCE_GRAIN_BITS)
+    steps = setting.num_microbatches * setting.virtual_stages + setting.pp - 1
+    return max(1, stage >> _GRAIN_BITS), max(1, stage * steps >> _ONCE_GRAIN_BITS)
 
 
-def _even_cuts(trace: Trace, num_stages: int) -> tuple[bool, ...]:
-    """Return which positions between blocks end a stage of `even_stage_ends`."""
-    ends = even_stage_ends(trace, num_stages)
-    return tuple(position in ends for position in range(1, len(trace.calls)))
+def _cuts(planner: Planner, setting: Setting, trace: Trace) -> tuple[bool, ...]:
+    """Return which positions between blocks may end a stage or a rank's share; empty: all."""
+    if planner.even_cuts:
+        ends = _even_ends(trace, setting)
+        return tuple(position in ends for position in range(1, len(trace.calls)))
+    if setting.virtual_stages > 1:
+        return rank_cuts(trace, setting.pp, setting.virtual_stages)
+    return ()
 
 
 def _slowest_cut_s(setting: Setting, pricer: Pricer, is_sliced: bool) -> float:
@@ -290,6 +355,9 @@ def _transfer_copies(setting: Setting, stage: int, live: int) -> int:
     gradient on its way back; see docs/design/memory-of-fsdp.md.
     """
     m = setting.num_microbatches
+    if setting.virtual_stages > 1:
+        # At most: rings are as large as two rounds, sent gradients as one.
+        return max(0, 2 * setting.pp - live) + 1 + setting.pp + 2 + live
     entering = (m if setting.schedule == "gpipe" else live) - live + 1 if stage > 0 else 0
     gradients = m if setting.schedule == "gpipe" else min(2, m)
     leaving = gradients + live if stage < setting.pp - 1 else 0

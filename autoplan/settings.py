@@ -13,6 +13,7 @@ from autoplan.engines import AUTOPLAN, Engine
 from autoplan.graph import Trace
 from autoplan.limits import LIMITED_KEYS, Limits
 from autoplan.meshes import AXIS_ORDERS, AxisOrder
+from autoplan.schedules import MULTI_STAGE, enough_rounds, in_flight
 
 __all__ = [
     "NO_LIMITS",
@@ -33,13 +34,15 @@ PIN_KEYS = (
     "zero_stage",
     "microbatch_size",
     "num_microbatches",
+    "virtual_stages",
     "dp_replicate",
     "axis_order",
     "recompute",
+    "schedule",
 )
-_WORDS = {"recompute": ("none", "full", "selective"), "axis_order": AXIS_ORDERS}
 NO_LIMITS = Limits()
 OFFLOADS = ("optimizer", "activations")
+Schedule = Literal["none", "1f1b", "gpipe", "interleaved", "zero_bubble"]
 _MAX_MICROBATCH_ROWS = 64
 
 
@@ -123,8 +126,8 @@ class Setting:
         microbatch_size: rows.
         num_microbatches: per replica and step.
         schedule: of the pipeline.
-        virtual_stages: parts into which each rank's share of the blocks is cut; above 1 the
-            schedule is interleaved (Narayanan et al. 2021, section 2.2). Priced, not searched.
+        virtual_stages: stages of each rank; above 1 under `interleaved` and `zero_bubble` only
+            (Narayanan et al. 2021, section 2.2).
         offload: `optimizer`: shards of parameters, gradients and optimizer state lie in host
             memory and the optimizer steps there; with ZeRO 3 only, on one device too.
         dp_replicate: replicas of what ZeRO shards; see `autoplan.plan.Mesh`.
@@ -137,7 +140,7 @@ class Setting:
     zero_stage: int
     microbatch_size: int
     num_microbatches: int
-    schedule: Literal["none", "gpipe", "1f1b"]
+    schedule: Schedule
     virtual_stages: int = 1
     offload: Literal["none", "optimizer"] = "none"
     dp_replicate: int = 1
@@ -147,6 +150,8 @@ class Setting:
         text = (
             f"dp={self.dp} tp={self.tp} pp={self.pp} zero={self.zero_stage} "
             f"mbs={self.microbatch_size} m={self.num_microbatches}"
+            + (f" v={self.virtual_stages}" if self.virtual_stages > 1 else "")
+            + ("" if self.schedule in _USUAL_SCHEDULES else f" {self.schedule}")
             + (" offload" if self.offload != "none" else "")
         )
         if self.dp_replicate > 1:
@@ -159,7 +164,8 @@ class Setting:
         is_offloaded = int(self.offload != "none")
         degrees = (self.pp, self.tp, self.zero_stage, self.num_microbatches, self.dp)
         placed = (self.dp_replicate, AXIS_ORDERS.index(self.axis_order))
-        return (is_offloaded, *degrees, *placed)
+        scheduled = (self.virtual_stages, _SCHEDULES.index(self.schedule))
+        return (is_offloaded, *degrees, *placed, *scheduled)
 
     @property
     def world_size(self) -> int:
@@ -177,13 +183,31 @@ class Setting:
         return self.dp_shard if self.zero_stage >= 1 else 1
 
     def live(self) -> tuple[int, ...]:
-        """Return per stage the micro-batches that are alive at once."""
+        """Return per rank of the pipeline the micro-batches that are alive at once.
+
+        Of a rank with several stages the mean over them, rounded up.
+        """
         m = self.num_microbatches
         if self.schedule == "1f1b":
             return tuple(min(m, self.pp - s) for s in range(self.pp))
+        if self.schedule in MULTI_STAGE:
+            counts = in_flight(
+                self.schedule, self.pp, enough_rounds(m, self.pp), self.virtual_stages
+            )
+            return tuple(-(-sum(own) // len(own)) for own in counts)
         return (m,) * self.pp if self.schedule == "gpipe" else (1,)
 
 
+_CHUNKS = (2, 4, 8)  # tried where the schedule is pinned to interleaved, without their number
+_SCHEDULES = ("none", "1f1b", "gpipe", "interleaved", "zero_bubble")
+_SEARCHED = ("1f1b", "gpipe", "interleaved")
+_USUAL_SCHEDULES = ("none", "1f1b", "interleaved")  # these need no word beside pp and v
+_WORDS = {
+    "recompute": ("none", "full", "selective"),
+    "axis_order": AXIS_ORDERS,
+    "schedule": _SEARCHED,
+}
+_PLAIN = (1, AXIS_ORDERS[0])  # no replicas, tp-dp-pp
 _ARGUMENTS = ("batch", "batch_dim", "global_batch_size", "loss_fn", "optimizer", "within", "forbid")
 
 
@@ -200,7 +224,10 @@ def check_pins(pins: Mapping[str, Any]) -> None:
             raise ValueError(f"cannot pin {key!r}{hint}; allowed are {', '.join(PIN_KEYS)}")
         if key in _WORDS:
             if value not in _WORDS[key]:
-                raise ValueError(f"{key}={value!r}; allowed are {', '.join(_WORDS[key])}")
+                raise ValueError(
+                    f"{key}={value!r}; allowed are {', '.join(_WORDS[key])}"
+                    + (" (autoplan.estimate prices zero_bubble too)" * (key == "schedule"))
+                )
         elif not isinstance(value, int) or isinstance(value, bool) or value < (key != "zero_stage"):
             least = int(key != "zero_stage")
             raise ValueError(f"{key}={value!r}: must be a whole number of at least {least}")
@@ -216,21 +243,31 @@ def settings_of(
     *,
     limits: Limits = NO_LIMITS,
     devices: int | None = None,
+    num_alike: int = 0,
 ) -> Iterator[Setting]:
     """Yield every setting of the space that obeys the rules, the pins and the limits.
 
     Rules: dp * tp * pp is the number of devices; tp stays inside a node; there are at least as many
     blocks with parameters (`num_blocks`) as stages; the batch divides into dp * num_microbatches *
-    microbatch_size; 1F1B has at least as many micro-batches as stages; without data parallelism
-    there is nothing to shard, unless the shards may lie on the host.
+    microbatch_size; 1F1B has at least as many micro-batches as stages, fewer pass by GPipe;
+    interleaved stages need a multiple of the ranks, and one of `num_alike` alike blocks each, and
+    are not beside devices of several types, replicas, another order of the axes or an offloaded
+    optimizer, whose prices are not held against runs of several stages a rank;
+    without data parallelism there is nothing to shard, unless the shards may lie on the host.
     """
-    for setting in _unlimited(cluster, workload, num_blocks, pins, devices or cluster.world_size):
+    world = devices or cluster.world_size
+    for setting in _unlimited(cluster, workload, num_blocks, pins, world, num_alike):
         if limits.allows_all({name: getattr(setting, name) for name in LIMITED_KEYS}):
             yield setting
 
 
 def _unlimited(
-    cluster: Cluster, workload: Workload, num_blocks: int, pins: Mapping[str, Any], world: int
+    cluster: Cluster,
+    workload: Workload,
+    num_blocks: int,
+    pins: Mapping[str, Any],
+    world: int,
+    num_alike: int,
 ) -> Iterator[Setting]:
     for pp in _divisors(world):
         if pp > num_blocks or pins.get("pp", pp) != pp:
@@ -241,7 +278,8 @@ def _unlimited(
             if is_pinned_off or (tp > cluster.gpus_per_node and "tp" not in pins):
                 continue
             for placed in _placements(cluster, dp, tp, pp, pins):
-                yield from _batch_settings(dp, tp, pp, workload, pins, *placed)
+                chunks = 0 if cluster.slower or placed != _PLAIN else num_alike // pp
+                yield from _batch_settings(dp, tp, pp, workload, pins, *placed, chunks)
 
 
 def _batch_settings(
@@ -252,6 +290,7 @@ def _batch_settings(
     pins: Mapping[str, Any],
     dp_replicate: int,
     axis_order: AxisOrder,
+    most_chunks: int,
 ) -> Iterator[Setting]:
     if workload.global_batch_size % dp:
         return
@@ -263,23 +302,54 @@ def _batch_settings(
         is_pinned = "microbatch_size" in pins or "num_microbatches" in pins
         if not is_pinned and (size > _MAX_MICROBATCH_ROWS or size & (size - 1)) and m > 1:
             continue
-        if pp > 1 and m < pp:
+        # Smaller micro-batches wait less, where they are fewer than stages.
+        if m < pp and size > 1 and not is_pinned and "schedule" not in pins:
             continue
         for zero, offload in _sharding(dp, workload):
             if pins.get("zero_stage", zero) != zero or (zero == 0 and dp_replicate > 1):
                 continue
-            yield Setting(
-                dp=dp,
-                tp=tp,
-                pp=pp,
-                zero_stage=zero,
-                microbatch_size=size,
-                num_microbatches=m,
-                schedule="1f1b" if pp > 1 else "none",
-                offload=offload,
-                dp_replicate=dp_replicate,
-                axis_order=axis_order,
-            )
+            for schedule, chunks in _schedules(pp, m, most_chunks, pins):
+                if chunks > 1 and offload != "none":
+                    continue
+                yield Setting(
+                    dp=dp,
+                    tp=tp,
+                    pp=pp,
+                    zero_stage=zero,
+                    microbatch_size=size,
+                    num_microbatches=m,
+                    schedule=schedule,
+                    virtual_stages=chunks,
+                    offload=offload,
+                    dp_replicate=dp_replicate,
+                    axis_order=axis_order,
+                )
+
+
+def _schedules(
+    pp: int, m: int, most_chunks: int, pins: Mapping[str, Any]
+) -> Iterator[tuple[Schedule, int]]:
+    """Yield the schedules of m micro-batches over pp ranks, with the stages of each rank.
+
+    GPipe is as fast as 1F1B and needs more memory, so it is for fewer micro-batches than ranks, or
+    for who wants it. Several stages a rank are for who asks for them too: to try them everywhere
+    doubles the time of a search.
+    """
+    if pp == 1:
+        if "schedule" not in pins and pins.get("virtual_stages", 1) == 1:
+            yield "none", 1
+        return
+    wanted = pins.get("schedule")
+    if pins.get("virtual_stages", 1) == 1 and wanted != "interleaved":
+        usual: Schedule = "1f1b" if m >= pp else "gpipe"
+        if wanted in (None, usual, "gpipe"):
+            yield wanted or usual, 1
+    is_asked = wanted == "interleaved" or (wanted is None and "virtual_stages" in pins)
+    if is_asked and m % pp == 0:
+        tried = (pins["virtual_stages"],) if "virtual_stages" in pins else _CHUNKS
+        for chunks in tried:
+            if 1 < chunks <= most_chunks:
+                yield "interleaved", chunks
 
 
 def _placements(
@@ -347,7 +417,8 @@ def broken_rules(
         found.append(
             f"the batch of {batch} rows must divide into dp={dp} times {m} micro-batches of {size}"
         )
-    if pp > 1 and batch // (dp * size) < pp and ("dp" in pins or "tp" in pins):
+    is_short = pp > 1 and batch // (dp * size) < pp and ("dp" in pins or "tp" in pins)
+    if is_short and pins.get("schedule") == "1f1b":
         found.append(
             f"1F1B over pp={pp} stages needs as many micro-batches, dp={dp} leaves "
             f"{batch // (dp * size)}"
@@ -360,7 +431,19 @@ def broken_rules(
     is_whole = dp == 1 and not (workload.offload and pins.get("zero_stage") == 3)
     if pins.get("zero_stage", 0) and is_whole and ("dp" in pins or {"tp", "pp"} <= given.keys()):
         found.append(f"zero_stage={pins['zero_stage']} shards over dp, which is 1")
-    return tuple(found)
+    return (*found, *_unmixed_rules(cluster, pins))
+
+
+def _unmixed_rules(cluster: Cluster, pins: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the space does not have beside several stages a rank, where both are asked for."""
+    if pins.get("virtual_stages", 1) == 1 and pins.get("schedule") != "interleaved":
+        return
+    if cluster.slower:
+        yield "several stages a rank are searched on devices of one type only"
+    if pins.get("dp_replicate", 1) > 1:
+        yield "several stages a rank are searched without dp_replicate"
+    if pins.get("axis_order", AXIS_ORDERS[0]) != AXIS_ORDERS[0]:
+        yield f"several stages a rank are searched with axis_order={AXIS_ORDERS[0]} only"
 
 
 def shared_states(trace: Trace) -> dict[int, frozenset[str]]:

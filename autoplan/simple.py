@@ -127,7 +127,7 @@ def _few(settings: Sequence[Setting]) -> list[Setting]:
 def price_strategy(planner: Planner, name: str, setting: Setting, recompute: str) -> Strategy:
     """Return a strategy priced exactly."""
     pricer = planner.pricer(setting.microbatch_size)
-    ends = even_stage_ends(pricer.trace, setting.pp)
+    ends = even_stage_ends(pricer.trace, setting.pp * setting.virtual_stages)
     decisions = simple_decisions(planner, setting, recompute, lean=setting.tp > 1)
     price = pricer.plan_price(setting, ends, decisions)
     row = Simpler(

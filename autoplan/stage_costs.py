@@ -87,6 +87,8 @@ class StageBlock:
         input_bytes: activation inputs of the block.
         shared_bytes: kept bytes that an earlier block of the stage keeps too: its output, or a
             value that both read.
+        deferred_bytes: gradients that a split backward keeps for the one of the weights: of the
+            results of ops that read parameters.
     """
 
     memory: BlockMemory
@@ -95,6 +97,7 @@ class StageBlock:
     is_glue: bool
     input_bytes: int
     shared_bytes: int = 0
+    deferred_bytes: int = 0
 
     @property
     def own_kept(self) -> int:

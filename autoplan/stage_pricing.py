@@ -26,12 +26,12 @@ def plan_costs(
         decisions: one per call.
     """
     names: dict[BlockCosts, str] = {}
-    starts = [0, *ends[:-1]]
+    spans = [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
     stages = []
-    for stage, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        calls = range(start, end)
-        on_stage = pricer.on_stage(setting, stage)
-        sizes = pricer.stage_blocks(calls, decisions[start:end], setting)
+    for stage, calls in enumerate(spans):
+        on_stage = pricer.on_stage(setting, stage % setting.pp)
+        chosen = [decisions[c] for c in calls]
+        sizes = pricer.stage_blocks(calls, chosen, setting)
         own = [
             BlockCosts(seconds=_seconds(on_stage, setting, c, decisions[c]), bytes=nbytes)
             for c, nbytes in zip(calls, sizes, strict=True)
@@ -40,20 +40,18 @@ def plan_costs(
         blocks = tuple(
             _named(names, _title(pricer, c), block) for c, block in zip(calls, own, strict=True)
         )
-        entering, leaving = pricer.crossing(setting, stage, starts)
-        is_sliced = decisions[start].is_sequence_parallel
-        if is_sliced:
-            entering, leaving = -(-entering // setting.tp), -(-leaving // setting.tp)
+        part = pricer.part_bytes(setting, stage, spans, chosen)
+        is_sliced = chosen[0].is_sequence_parallel
         stages.append(
             StageCosts(
                 blocks=blocks,
-                send_s=pricer.boundary_s(setting, end, stage=stage, is_sliced=is_sliced)
-                if stage < setting.pp - 1
+                send_s=pricer.sent_s(setting, calls[-1] + 1, stage, is_sliced)
+                if stage < len(spans) - 1
                 else 0.0,
-                side_bytes=pricer.side_bytes(range(start, end), decisions[start:end], setting.tp),
+                side_bytes=part.side,
                 input_bytes=pricer.batch_bytes(setting),
-                entering_bytes=entering,
-                leaving_bytes=leaving,
+                entering_bytes=part.entering,
+                leaving_bytes=part.leaving,
             )
         )
     optimizer = pricer.workload.optimizer

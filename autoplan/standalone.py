@@ -18,14 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.calls import BoundCall, install
 from autoplan.device_meshes import make_device_mesh, sharding_mesh
-from autoplan.entries import Entry
+from autoplan.entries import Entry, leaving
 from autoplan.graph import Placement
 from autoplan.meshes import AxisOrder, ranks_of_stage
-from autoplan.microbatches import pipeline_runner
+from autoplan.microbatches import PipelinePart, pipeline_runner
 from autoplan.program import TensorMeta
 from autoplan.recompute import KeepPlan
 from autoplan.runtime import BatchSplitter, ParallelModule, Tie
 from autoplan.sharders import shard
+from autoplan.stage_parts import StagePart
 from autoplan.stages import RootContents, StageRoot, build_root, find_state
 from autoplan.step_buffers import StepBuffers
 from autoplan.step_means import Denominator, StepMeans, StepValue
@@ -57,12 +58,12 @@ class ScriptPlan:
         batch_dims: their batch dimensions.
         aliases: name of each parameter -> first name of the same one.
         stored: placement over tp of each parameter that is not whole, by first name.
-        shared: parameters with copies on several stages, and these.
+        shared: parameters with copies on several ranks of the pipeline, and these.
     """
 
     mesh: Degrees
     zero_stage: int
-    schedule: Literal["none", "gpipe", "1f1b"]
+    schedule: Literal["none", "gpipe", "1f1b", "interleaved", "zero_bubble"]
     num_microbatches: int
     microbatch_size: int
     mixed_precision: str
@@ -151,49 +152,40 @@ def build_stage(
     mesh: DeviceMesh,
     device: torch.device,
 ) -> ParallelModule:
-    """Return this rank's stage of `model`, which is taken over."""
-    index = mesh.get_local_rank("pp")
-    stage = stages[index]
+    """Return this rank's stages of `model`, which is taken over."""
+    rank, pp = mesh.get_local_rank("pp"), plan.mesh.pp
+    own = range(rank, len(stages), pp)
     ties = make_ties(plan, model, mesh)
-    root = build_root(model, stage.contents, device)
-    group = mesh["dp"].get_group()
-    means = StepMeans(stage.denominators, _side_reader(stage, root), group, stage.values)
-    stored = {name: Placement.parse(text) for name, text in plan.stored.items()}
-    if plan.mesh.tp > 1:
-        distribute(root, stored, plan.aliases, mesh["tp"])
-    buffers = StepBuffers.of(root, stage.changed, group)
-    _set_function(plan, stage, root, buffers, mesh)
-    is_mixed = plan.mixed_precision == "bfloat16"
-    sharder = shard(
-        root,
-        [root.get_submodule(fqn) for fqn in stage.contents.modules],
-        zero_stage=plan.zero_stage,
-        mesh=sharding_mesh(mesh, plan.mesh.dp_replicate),
-        is_mixed=is_mixed,
-        is_pipeline=plan.mesh.pp > 1,
-        offload=plan.offload,
-    )
+    wanted = sorted({i for index in own for i in stages[index].batch})
+    parts = [_part(plan, stages[index], model, mesh, device, wanted) for index in own]
     holder: list[ParallelModule] = []
     run_step: Callable[[int], list[torch.Tensor]]
-    if plan.mesh.pp == 1:
+    if pp == 1:
         run_step = lambda count: holder[0].run_microbatches(count)  # noqa: E731
     else:
+        is_mixed = plan.mixed_precision == "bfloat16"
         run_step = pipeline_runner(
-            root,
-            index=index,
+            [
+                PipelinePart(
+                    root=part.root,
+                    index=index,
+                    inputs=stages[index].inputs,
+                    outputs=stages[index].outputs,
+                )
+                for index, part in zip(own, parts, strict=True)
+            ],
             num_stages=len(stages),
             schedule=plan.schedule,
             num_microbatches=plan.num_microbatches,
-            inputs=stage.inputs,
-            outputs=stage.outputs,
-            is_hidden=plan.zero_stage >= 2 and (plan.mesh.dp > 1 or is_mixed),
+            is_hidden=plan.zero_stage >= 2
+            and (plan.mesh.dp > 1 or is_mixed or plan.offload != "none"),
             device=device,
             group=mesh.get_group("pp"),
         )
     splitter = BatchSplitter(
         keys=plan.input_keys,
         batch_dims=plan.batch_dims,
-        wanted=stage.batch,
+        wanted=tuple(wanted),
         rows=plan.microbatch_size,
         num_microbatches=plan.num_microbatches,
         dp=plan.mesh.dp,
@@ -202,20 +194,52 @@ def build_stage(
     )
     module = ParallelModule(
         plan=plan,
-        root=root,
+        parts=parts,
         mesh=mesh,
-        sharder=sharder,
         splitter=splitter,
         ties=ties,
-        buffers=buffers,
-        means=means,
         aliases=plan.aliases,
         run_step=run_step,
         sources=(),
-        computes_loss=stage.computes_loss,
+        computes_loss=any(stages[index].computes_loss for index in own),
     )
     holder.append(module)
     return module
+
+
+def _part(
+    plan: ScriptPlan,
+    stage: StageSpec,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    device: torch.device,
+    wanted: Sequence[int],
+) -> StagePart:
+    """Return a stage of this rank, which reads some of the `wanted` leaves of a batch."""
+    root = build_root(model, stage.contents, device)
+    group = mesh["dp"].get_group()
+    means = StepMeans(stage.denominators, _side_reader(stage, root), group, stage.values)
+    stored = {name: Placement.parse(text) for name, text in plan.stored.items()}
+    if plan.mesh.tp > 1:
+        distribute(root, stored, plan.aliases, mesh["tp"])
+    buffers = StepBuffers.of(root, stage.changed, group)
+    _set_function(plan, stage, root, buffers, mesh)
+    sharder = shard(
+        root,
+        [root.get_submodule(fqn) for fqn in stage.contents.modules],
+        zero_stage=plan.zero_stage,
+        mesh=sharding_mesh(mesh, plan.mesh.dp_replicate),
+        is_mixed=plan.mixed_precision == "bfloat16",
+        is_pipeline=plan.mesh.pp > 1,
+        offload=plan.offload,
+    )
+    return StagePart(
+        root=root,
+        sharder=sharder,
+        buffers=buffers,
+        means=means,
+        wanted=tuple(wanted.index(i) for i in stage.batch),
+    )
 
 
 def _side_reader(
@@ -259,7 +283,7 @@ def _set_function(
         if stage.computes_loss:
             return (outputs[0].reshape(1) / plan.num_microbatches,)
         pairs = zip(outputs, stage.outputs, strict=True)
-        return tuple(x.to(meta.dtype).contiguous() for x, meta in pairs)
+        return tuple(leaving(x.to(meta.dtype), plan.schedule == "zero_bubble") for x, meta in pairs)
 
     root.set_function(run)
 
@@ -288,12 +312,15 @@ def _bind(
 
 
 def make_ties(plan: ScriptPlan, model: nn.Module, mesh: DeviceMesh) -> tuple[Tie, ...]:
-    """Return the parameters of this stage that other stages have too; makes their groups."""
+    """Return the parameters of this rank that other ranks of the pipeline have too.
+
+    Makes the groups of all ranks.
+    """
     own = mesh.get_local_rank("pp")
-    ranks = [ranks_of_stage(stage, plan.mesh) for stage in range(plan.mesh.pp)]
+    ranks = [ranks_of_stage(rank, plan.mesh) for rank in range(plan.mesh.pp)]
     ties = []
     for name, on in plan.shared:
-        for peers in zip(*(ranks[stage] for stage in on), strict=True):
+        for peers in zip(*(ranks[rank] for rank in on), strict=True):
             group = dist.new_group(list(peers))
             if dist.get_rank() in peers:
                 assert isinstance(group, dist.ProcessGroup), "this rank is in the group"

@@ -4,10 +4,10 @@ V1  degrees multiply to the devices of the cluster
 V2  dp * num_microbatches * microbatch_size is the global batch
 V3  stages hold every call of the chain once, in order
 V4  every block names a layout and a recompute entry of its own class that exist
-V5  the schedule fits the stages: none for one, 1F1B with at least as many micro-batches
+V5  the schedule fits stages and micro-batches, and torch can run it with the data parallelism
 V6  axes exist and the tensor-parallel degree divides them
 V7  the plan was made for this program
-V8  every parameter lives in a stage, and in several only if it is shared
+V8  every parameter lives in a stage, and in several only if it is shared, on different ranks
 V9  the ZeRO stage is 0 to 3, and 0 without data parallelism
 V10 keep marks are on ops that may carry one
 V11 categories add up to the peak, and the peak is within the capacity
@@ -24,6 +24,7 @@ from autoplan.cluster import Cluster
 from autoplan.errors import PlanError
 from autoplan.graph import BlockTrace, Placement, Trace
 from autoplan.plan import BlockPlan, Plan, Recompute
+from autoplan.schedules import MULTI_STAGE, schedule_actions, unrunnable_split
 from autoplan.settings import Optimizer
 from autoplan.stage_ends import holders
 from autoplan.units import format_bytes
@@ -109,7 +110,8 @@ def _coverage(plan: Plan, trace: Trace) -> Iterator[Violation]:
             rule="V3",
             message=f"stages hold calls {calls}, the chain is 0 to {len(trace.calls) - 1}",
         )
-    if [s.index for s in plan.stages] != list(range(plan.mesh.pp)):
+    order = [s.index for s in plan.stages]
+    if order != list(range(len(order))) or not order or len(order) % plan.mesh.pp:
         yield Violation(
             rule="V3", message=f"{len(plan.stages)} stages for pp={plan.mesh.pp}, or out of order"
         )
@@ -154,6 +156,19 @@ def _schedule(plan: Plan) -> Iterator[Violation]:
         yield Violation(rule="V5", message=f"schedule {plan.schedule} with {pp} stages")
     if plan.schedule == "1f1b" and m < pp:
         yield Violation(rule="V5", message=f"1F1B has {m} micro-batches for {pp} stages")
+    entries = (plan.recompute.get(b.recompute) for s in plan.stages for b in s.blocks)
+    unrunnable = unrunnable_split(
+        plan.schedule,
+        plan.zero_stage,
+        is_mixed=plan.mixed_precision != "none",
+        recomputes=any(entry is not None and entry.mode != "none" for entry in entries),
+    )
+    if unrunnable is not None:
+        yield Violation(rule="V5", message=unrunnable)
+    try:
+        schedule_actions(plan.schedule, pp, m, plan.num_chunks)
+    except ValueError as error:
+        yield Violation(rule="V5", message=str(error))
 
 
 def _axes(plan: Plan, trace: Trace) -> Iterator[Violation]:
@@ -199,6 +214,10 @@ def _parameters(plan: Plan, trace: Trace) -> Iterator[Violation]:
     for fqn, where in stages.items():
         if len(where) > 1 and fqn in shared and not any(fqn in group for group in names):
             yield Violation(rule="V8", message=f"{fqn} is in stages {sorted(where)}, not shared")
+        if len({stage % plan.mesh.pp for stage in where}) < len(where):
+            yield Violation(
+                rule="V8", message=f"{fqn} is in stages {sorted(where)}, two of them on one rank"
+            )
 
 
 def _marks(plan: Plan, trace: Trace) -> Iterator[Violation]:
@@ -213,11 +232,11 @@ def _marks(plan: Plan, trace: Trace) -> Iterator[Violation]:
 def _memory(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
     predicted = plan.predicted
     lengths = {len(predicted.peak_memory_bytes), len(predicted.memory_by_category)}
-    if lengths != {len(plan.stages)}:
+    if lengths != {plan.mesh.pp}:
         yield Violation(
             rule="V11",
             message=f"memory is predicted for {sorted(lengths)} stages, the plan has "
-            f"{len(plan.stages)}",
+            f"{plan.mesh.pp}",
         )
         return
     for stage, (peak, parts) in enumerate(
@@ -249,7 +268,7 @@ def _independent(plan: Plan, trace: Trace) -> Iterator[Violation]:
 
 
 def independent_bytes(plan: Plan, trace: Trace) -> tuple[int, ...]:
-    """Return per stage the bytes that any execution holds at the end of its last forward.
+    """Return per rank of the pipeline the bytes that any execution holds at its fullest.
 
     Parameters and optimizer state under ZeRO and tensor parallelism, plus, for every live
     micro-batch, what its blocks keep: without a region every tensor that autograd saves, in one the
@@ -259,13 +278,9 @@ def independent_bytes(plan: Plan, trace: Trace) -> tuple[int, ...]:
     states = Optimizer.named(plan.optimizer, is_foreach=False).state_bytes_per_byte
     shards = plan.mesh.dp // plan.mesh.dp_replicate if plan.zero_stage >= 1 else 1
     canonical = {fqn: group[0] for group in trace.shared for fqn in group}
-    needs = []
+    needs = [0] * plan.mesh.pp
     for stage in plan.stages:
-        live = (
-            min(plan.num_microbatches, plan.mesh.pp - stage.index)
-            if plan.schedule == "1f1b"
-            else (plan.num_microbatches if plan.schedule == "gpipe" else 1)
-        )
+        live = _live(plan, stage.index)
         seen: set[str] = set()
         total = 0
         for block in stage.blocks:
@@ -283,8 +298,19 @@ def independent_bytes(plan: Plan, trace: Trace) -> tuple[int, ...]:
                 total += 0 if plan.offload != "none" else int(size) // (part * shards)
             entry = plan.recompute[block.recompute]
             total += live * _kept_bytes(traced, entry) // plan.mesh.tp
-        needs.append(total)
+        needs[stage.index % plan.mesh.pp] += total
     return tuple(needs)
+
+
+def _live(plan: Plan, stage: int) -> int:
+    """Return micro-batches that a stage has in flight when its rank holds most, or fewer."""
+    pp, m = plan.mesh.pp, plan.num_microbatches
+    if plan.schedule in MULTI_STAGE:
+        # Stages of a rank hold most at different times, and backwards of inputs free some.
+        return 1 if plan.num_chunks > 1 else min(m, pp - stage)
+    if plan.schedule == "1f1b":
+        return min(m, pp - stage)
+    return m if plan.schedule == "gpipe" else 1
 
 
 def _kept_bytes(block: BlockTrace, entry: Recompute) -> int:

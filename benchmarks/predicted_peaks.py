@@ -76,6 +76,14 @@ CASES = (
     _case("pp 2 x ZeRO-3", 16, dp=2, pp=2, zero_stage=3, microbatch_size=2),
     _case("pp 4", 8, pp=4, microbatch_size=2),
     _case("pp 4, recompute all", 16, pp=4, microbatch_size=2, recompute="full"),
+    _case("pp 2, 2 stages a rank, ZeRO-0", 16, dp=2, pp=2, virtual_stages=2, microbatch_size=2),
+    _case("pp 2, 2 stages a rank, ZeRO-1", 16, dp=2, pp=2, virtual_stages=2, zero_stage=1),
+    _case("pp 2, 2 stages a rank, ZeRO-2", 16, dp=2, pp=2, virtual_stages=2, zero_stage=2),
+    _case("pp 2, 2 stages a rank, ZeRO-3", 16, dp=2, pp=2, virtual_stages=2, zero_stage=3),
+    _case(
+        "pp 2, 2 stages a rank, recompute all", 16, dp=2, pp=2, virtual_stages=2, recompute="full"
+    ),
+    _case("pp 4, zero bubble", 8, pp=4, schedule="zero_bubble"),
     _case("optimized, selective, dp 4", 16, "7.5MiB", dp=4, recompute="selective"),
     _case("optimized, any", 16, "6MiB"),
     _case("tp 2 x dp 2", 8, tp=2, dp=2, microbatch_size=2),

@@ -57,6 +57,7 @@ class Candidate:
             each is called at most once.
         infeasible: reason why the setting cannot be, if that is known from the start.
         reason_without: what to say where `solve` finds no solution at all.
+        waits: solve it only once there is an objective to cut it off with, if others are left.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Candidate:
     refinements: tuple[Callable[[], Refinement], ...] = ()
     infeasible: str | None = None
     reason_without: str = "no cut and choice of options fits the memory"
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +181,7 @@ class _MeshSearch:
         self.num_refined = 0
         self.num_solved = 0
         self.queue: list[tuple[int, _Key, int]] = []
+        self.waiting: list[int] = []
         for index, entry in enumerate(self.entries):
             if not entry.is_settled:
                 self.push(index)
@@ -216,6 +219,10 @@ class _MeshSearch:
         if cutoff is not None and entry.bound >= cutoff:
             entry.is_settled = True
             return
+        is_refined = entry.num_refined == len(entry.candidate.refinements)
+        if is_refined and entry.candidate.waits and self.best is None and self.queue:
+            self.waiting.append(index)
+            return
         started = clock.monotonic()
         try:
             if entry.num_refined < len(entry.candidate.refinements):
@@ -226,6 +233,10 @@ class _MeshSearch:
             entry.wall_time_s += clock.monotonic() - started
             if not entry.is_settled:
                 self.push(index)
+            if self.best is not None or not self.queue:
+                for waiting in self.waiting:
+                    self.push(waiting)
+                self.waiting = []
 
     def refine(self, entry: _Entry) -> None:
         """Tighten the bound of a candidate, or learn that it cannot be."""

@@ -31,7 +31,8 @@ def hand_plan(
     zero_stage: int = 0,
     num_microbatches: int = 1,
     recompute: Recompute | None = None,
-    schedule: Literal["gpipe", "1f1b"] = "1f1b",
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b",
+    num_chunks: int = 1,
     first_calls: Sequence[int] | None = None,
     layouts: Mapping[str, Layout] | None = None,
     mixed_precision: Literal["none", "bfloat16"] = "none",
@@ -40,8 +41,12 @@ def hand_plan(
     offload: Literal["none", "optimizer"] = "none",
 ) -> Plan:
     """Return a plan for a program; `first_calls` are the first calls of stages 1, 2, ..."""
-    count = len(program.calls)
-    firsts = [0, *(first_calls or [count * stage // pp for stage in range(1, pp)]), count]
+    count, num_stages = len(program.calls), pp * num_chunks
+    firsts = [
+        0,
+        *(first_calls or [count * stage // num_stages for stage in range(1, num_stages)]),
+        count,
+    ]
     layouts = dict(layouts or {})
     blocks = []
     for index, call in enumerate(program.calls):
@@ -68,7 +73,8 @@ def hand_plan(
         offload=offload,
         optimizer="AdamW",
         stages=tuple(
-            StagePlan(index=i, blocks=tuple(blocks[firsts[i] : firsts[i + 1]])) for i in range(pp)
+            StagePlan(index=i, blocks=tuple(blocks[firsts[i] : firsts[i + 1]]))
+            for i in range(num_stages)
         ),
         recompute={"none": Recompute(mode="none")} | ({"blocks": recompute} if recompute else {}),
         placements={"whole": Layout(block="", degree=1)} | layouts,

@@ -91,13 +91,30 @@ def test_pipelines_equal_the_model() -> None:
     check(cases, 2)
 
 
+def test_interleaved_pipelines_equal_the_model() -> None:
+    plan = {"pp": 2, "num_chunks": 2, "schedule": "interleaved"}
+    cases = [
+        case("gpt_tied", num_microbatches=4, **plan),
+        case("gpt", num_microbatches=2, first_calls=[1, 3, 4], recompute=full, **plan),
+        case("llama", num_microbatches=4, recompute=selective, **plan),
+        case("gpt2", num_microbatches=1, **plan),
+        case("gpt", pp=2, num_microbatches=1, schedule="gpipe"),
+        case("gpt", pp=2, num_microbatches=4, schedule="zero_bubble"),
+        case("llama", pp=2, num_chunks=3, schedule="interleaved", num_microbatches=3),
+    ]
+    check(cases, 2)
+
+
 def test_pipelines_under_every_zero_stage_equal_the_model() -> None:
     cases = [
         case("gpt_tied", pp=2, dp=2, zero_stage=zero, num_microbatches=3, recompute=selective)
         for zero in range(4)
     ]
+    cases += [case("gpt2", pp=4, num_microbatches=4)]
+    plan = {"pp": 2, "dp": 2, "num_chunks": 2, "schedule": "interleaved", "num_microbatches": 4}
+    cases += [case("gpt_tied", zero_stage=zero, **plan) for zero in range(4)]
     host = {"zero_stage": 3, "num_microbatches": 2, "offload": "optimizer"}
-    cases += [case("gpt2", pp=4, num_microbatches=4), case("gpt_tied", pp=2, dp=2, **host)]
+    cases += [case("gpt_tied", pp=2, dp=2, **host)]
     check(cases, 4)
 
 

@@ -87,7 +87,7 @@ def test_recompute_takes_time_and_gathering_parameters_saves_memory() -> None:
         ({"tp": 3}, r"dp=1 \* tp=3 \* pp=1 is not the 4 devices"),
         ({"microbatch_size": 3}, "global batch 8 does not divide into dp=4 times micro-batches"),
         ({"pp": 4, "microbatch_size": 4}, "needs at least 4 micro-batches, the batch gives 2"),
-        ({"schedule": "zb"}, "schedule='zb'; allowed are 1f1b and gpipe"),
+        ({"schedule": "zb"}, "schedule='zb'; allowed are 1f1b, gpipe, interleaved, zero_bubble"),
         ({"recompute": "some"}, "recompute='some'; estimate takes none, full"),
         ({"zero_stage": 5}, "zero_stage=5; allowed are 0, 1, 2, 3"),
         ({"pp": 2, "stage_ends": [4, 2]}, r"stage_ends \(4, 2\): needs 2 rising numbers"),

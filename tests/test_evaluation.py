@@ -77,6 +77,10 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero": ("gpt", {"dp": 2, "zero_stage": 1}),
     "tp": ("llama", {"tp": 2}),
     "pp": ("gpt_dropout", {"pp": 2, "num_microbatches": 2}),
+    "interleaved": (
+        "gpt",
+        {"pp": 2, "num_chunks": 2, "schedule": "interleaved", "num_microbatches": 2},
+    ),
 }
 
 

@@ -114,7 +114,7 @@ def setting(pp: int, m: int, parts: int = 1) -> Setting:
         zero_stage=0,
         microbatch_size=1,
         num_microbatches=m,
-        schedule="1f1b",
+        schedule="interleaved" if parts > 1 else "1f1b",
         virtual_stages=parts,
     )
 

@@ -20,6 +20,15 @@ from autoplan.schedules import (
     schedule_actions,
     zero_bubble,
 )
+from autoplan.transfers import (
+    Message,
+    buffers,
+    enough_for_buffers,
+    message_buffers,
+    most_sent,
+    settled_sends,
+    with_messages,
+)
 
 
 def as_text(lists: ActionLists) -> list[str]:
@@ -184,3 +193,43 @@ def test_a_schedule_that_cannot_be_says_what_can(arguments: Any, message: str) -
 def test_text_that_is_no_action_is_refused() -> None:
     with pytest.raises(ValueError, match="'2X0' is no action"):
         Action.parse("2X0")
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+def test_messages_come_in_the_order_of_torch(pp: int, num_chunks: int) -> None:
+    for name in ("interleaved", "zero_bubble"):
+        for m in (pp, 3 * pp):
+            actions = schedule_actions(name, pp, m, num_chunks)
+            theirs = {r: [torch_schedules._Action.from_str(str(a)) for a in own]
+                      for r, own in enumerate(actions)}  # fmt: skip
+            expected = torch_schedules._add_send_recv(
+                theirs, stage_to_rank=lambda stage: stage % pp, num_stages=pp * num_chunks
+            )
+            found = with_messages(actions)
+            assert [[str(s) for s in own] for own in found] == [
+                [str(a) for a in expected[rank]] for rank in range(pp)
+            ]
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+def test_two_rounds_need_all_the_buffers_and_few_sends_are_open(pp: int, num_chunks: int) -> None:
+    for name in ("interleaved", "zero_bubble"):
+        lists = with_messages(schedule_actions(name, pp, 6 * pp, num_chunks))
+        m = enough_for_buffers(6 * pp, pp)
+        assert buffers(lists) == message_buffers(name, pp, m, num_chunks)
+        for own, settled in zip(lists, settled_sends(lists), strict=True):
+            open_sends: dict[int, int] = {}
+            for step in own:
+                if isinstance(step, Message) and step.is_send and step.is_gradient:
+                    open_sends[step.stage] = open_sends.get(step.stage, 0) + 1
+                for done in settled.get(step, ()) if isinstance(step, Message) else ():
+                    open_sends[done.stage] = open_sends.get(done.stage, 0) - done.is_gradient
+                assert max(open_sends.values(), default=0) <= most_sent(pp, num_chunks)
+
+
+def test_lists_that_wait_for_each_other_are_refused() -> None:
+    actions = ((Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "B", 0), Action(1, "F", 0)))
+    with pytest.raises(ValueError, match="wait for each other"):
+        with_messages(tuple(tuple(reversed(own)) for own in actions))

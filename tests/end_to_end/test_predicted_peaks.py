@@ -13,6 +13,8 @@ CHOSEN = (
     "ZeRO-3, recompute all",
     "pp 2 x ZeRO-3",
     "pp 4, recompute all",
+    "pp 2, 2 stages a rank, ZeRO-1",
+    "pp 4, zero bubble",
     "tp 2 x ZeRO-3",
 )
 

@@ -26,7 +26,14 @@ STEPS = 3
 MODEL = str(Path(__file__).parent / "standalone_model.py")
 PLANS: list[dict[str, Any]] = [
     {"pp": 2, "tp": 2, "microbatch_size": 1, "recompute": "selective"},
-    {"dp": 2, "tp": 2, "zero_stage": 3, "microbatch_size": 1, "recompute": "full"},
+    {
+        "dp": 2,
+        "pp": 2,
+        "virtual_stages": 2,
+        "zero_stage": 3,
+        "microbatch_size": 1,
+        "recompute": "full",
+    },
 ]
 
 

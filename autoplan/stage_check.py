@@ -1,0 +1,86 @@
+"""What no pipeline can run: refused by name, on every rank, before the first collective."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from autoplan.errors import PlanError
+from autoplan.plan import Plan
+from autoplan.program import Program
+from autoplan.schedules import MULTI_STAGE, schedule_actions, unrunnable_split
+from autoplan.stages import StageSlice
+from autoplan.step_buffers import several_changers
+
+__all__ = ["check_schedule", "check_stages"]
+
+
+def check_schedule(plan: Plan) -> None:
+    """Refuse a schedule that cannot run the plan's stages and micro-batches.
+
+    Raises:
+        PlanError: says which numbers would do.
+    """
+    pp, m = plan.mesh.pp, plan.num_microbatches
+    if len(plan.stages) % pp or (plan.num_chunks > 1 and plan.schedule not in MULTI_STAGE):
+        raise PlanError(
+            f"{len(plan.stages)} stages over pp={pp} ranks under schedule {plan.schedule}: use one "
+            f"stage a rank, or {' or '.join(MULTI_STAGE)} with the same number on every rank"
+        )
+    if plan.schedule == "1f1b" and m < pp:
+        raise PlanError(
+            f"1f1b needs at least as many micro-batches as stages, {pp}, and the plan has {m}: "
+            "raise num_microbatches or use gpipe"
+        )
+    unrunnable = unrunnable_split(
+        plan.schedule,
+        plan.zero_stage,
+        is_mixed=plan.mixed_precision != "none",
+        recomputes=plan.recomputes,
+    )
+    if unrunnable is not None:
+        raise PlanError(unrunnable)
+    try:
+        schedule_actions(plan.schedule, pp, m, plan.num_chunks)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+
+
+def check_stages(
+    plan: Plan, program: Program, stages: Sequence[StageSlice], parameters: Collection[str]
+) -> None:
+    """Refuse cuts that cannot run.
+
+    Args:
+        plan: what is to run.
+        program: of the model.
+        stages: its slices.
+        parameters: the model's names of parameters, shared ones under every name.
+
+    Raises:
+        PlanError: a stage has no parameters, two stages change the same buffer, or two stages of
+            one rank share a parameter.
+    """
+    owners: dict[str, list[int]] = {}
+    for stage in stages:
+        states = {fqn for i in stage.calls for fqn in program.calls[i].states}
+        own = states.intersection(parameters)
+        if len(stages) > 1 and not own:
+            names = ", ".join(program.graphs[program.calls[i].graph].name for i in stage.calls)
+            raise PlanError(
+                f"stage {stage.index} ({names}) has no parameter, so no optimizer can be made on "
+                "its ranks: move a border, or lower pp"
+            )
+        for first in {program.aliases[fqn] for fqn in own}:
+            owners.setdefault(first, []).append(stage.index)
+    for fqn, where in several_changers(program, stages).items():
+        raise PlanError(
+            f"the forward changes {fqn} on stages {where}, whose copies would differ: put the "
+            "blocks that use it on one stage"
+        )
+    for fqn, where in owners.items():
+        if len({stage % plan.mesh.pp for stage in where}) < len(where):
+            raise PlanError(
+                f"{fqn} is read by stages {where}, two of which are on one of the {plan.mesh.pp} "
+                "ranks of the pipeline, which would hold two copies: give each rank one stage, or "
+                "put the blocks that read it on one stage or on stages of different ranks"
+            )
