@@ -14,6 +14,7 @@ from autoplan.settings import Setting, Workload
 
 __all__ = [
     "INTERFERENCE",
+    "REDUCED_TOGETHER_BYTES",
     "DataParallelTimes",
     "copy_bytes",
     "data_parallel_link",
@@ -31,6 +32,10 @@ __all__ = [
 # Kernels and collectives that run at once each take longer by this factor, unless measured.
 # Source: Hetu-Galvatron, hardware_configs/overlap_coefficient.json (1.1256), GPU not stated.
 INTERFERENCE = 1.1256
+
+
+# `sharders.GradientReducer` reduces gradients below this size together.
+REDUCED_TOGETHER_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +61,10 @@ def data_parallel_times(
 
     Stage 3 gathers (once or twice, see `regathers`) and reduce-scatters for every micro-batch,
     stage 2 gathers once a step and reduce-scatters for every micro-batch, stage 1 does both once a
-    step; stage 0 all-reduces once a step, each parameter for itself unless they lie in one buffer
-    (`sharders.GradientReducer`; Rajbhandari et al. 2020, section 7;
-    docs/design/memory-of-fsdp.md). Gradients are reduced in float32 under mixed precision unless
-    the engine says otherwise. Shards on the host are copied from and to it.
+    step; stage 0 all-reduces once a step, large parameters alone and small ones together, with
+    those of other groups (`sharders.GradientReducer`), or all in one buffer (Rajbhandari et al.
+    2020, section 7; docs/design/memory-of-fsdp.md). Gradients are reduced in float32 under mixed
+    precision unless the engine says otherwise. Shards on the host are copied from and to it.
     """
     if group.gathered == 0:
         return DataParallelTimes()
@@ -70,9 +75,12 @@ def data_parallel_times(
         )
     reduced = group.trained if workload.engine.is_gradient_wide else group.gathered_grads
     if setting.zero_stage == 0:
-        parts = 1 if workload.engine.has_gradient_buffer else max(1, group.trained_tensors)
         link = cluster.link_for(setting.dp, stride_of("dp", setting))
-        reduce_s = parts * link.collective_time_s("all_reduce", reduced / parts, setting.dp)
+        size = float(reduced)
+        if not workload.engine.has_gradient_buffer and group.trained_tensors:
+            size = max(reduced / group.trained_tensors, REDUCED_TOGETHER_BYTES)
+        share = reduced / size if size else 0.0
+        reduce_s = share * link.collective_time_s("all_reduce", size, setting.dp)
         return DataParallelTimes(once_reduce_s=reduce_s)
     link, degree = data_parallel_link(setting, cluster), setting.dp_shard
     gather_s = link.collective_time_s("all_gather", group.gathered, degree)

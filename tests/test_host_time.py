@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from autoplan import sharders
 from autoplan.cluster import Cluster
 from autoplan.estimating import estimate
 from autoplan.graph import Trace
@@ -14,8 +15,16 @@ from autoplan.profiles import load_profile
 from autoplan.profiles.device import DeviceProfile
 from autoplan.profiles.host import HostSeconds
 from autoplan.profiles.origin import Origin
-from autoplan.step_costs import INTERFERENCE, interference
+from autoplan.settings import Setting
+from autoplan.stage_costs import GroupBytes
+from autoplan.step_costs import (
+    INTERFERENCE,
+    REDUCED_TOGETHER_BYTES,
+    data_parallel_times,
+    interference,
+)
 from examples.gpt import GPT, GPTConfig, batch_like, loss_fn
+from tests.small_traces import workload_of
 
 CONFIG = GPTConfig(vocab_size=64, max_tokens=8, num_layers=2, num_heads=2, width=16)
 TRACES: dict[str, dict[int, Trace]] = {}
@@ -102,3 +111,36 @@ def test_a_measured_interference_takes_the_place_of_the_published_one() -> None:
     assert interference(replace(link, interference=1.5, origin_by_field=sources)) == 1.5
     with pytest.raises(ValueError, match="interference: must be at least 1"):
         replace(link, interference=0.9, origin_by_field=sources)
+
+
+def test_small_gradients_are_priced_as_they_are_reduced_together() -> None:
+    assert REDUCED_TOGETHER_BYTES == sharders._TOGETHER_BYTES
+    cluster = Cluster.parse("1x4:v100")
+    setting = Setting(
+        dp=4,
+        tp=1,
+        pp=1,
+        zero_stage=0,
+        microbatch_size=1,
+        num_microbatches=1,
+        schedule="none",
+    )
+
+    def seconds(nbytes: int, tensors: int) -> float:
+        group = GroupBytes(
+            stored=nbytes,
+            trained=nbytes,
+            gathered=nbytes,
+            gathered_grads=nbytes,
+            largest=nbytes // tensors,
+            trained_tensors=tensors,
+        )
+        return data_parallel_times(group, setting, workload_of(4), cluster).once_reduce_s
+
+    link = cluster.link_for(4, 1)
+    joint_s = link.collective_time_s("all_reduce", REDUCED_TOGETHER_BYTES, 4)
+    assert seconds(REDUCED_TOGETHER_BYTES, 512) == pytest.approx(joint_s)
+    assert seconds(REDUCED_TOGETHER_BYTES // 2, 8) == pytest.approx(joint_s / 2)
+    large = 8 * REDUCED_TOGETHER_BYTES
+    alone_s = 2 * link.collective_time_s("all_reduce", large // 2, 4)
+    assert seconds(large, 2) == pytest.approx(alone_s)
