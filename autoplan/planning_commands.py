@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autoplan.cluster import Cluster
+from autoplan.limits import LIMITED_KEYS
 from autoplan.plan import Plan
 from autoplan.units import format_seconds
 
@@ -32,16 +33,6 @@ _console = Console(stderr=True)
 ModelArgument = Annotated[
     str, typer.Argument(help="Preset, transformers config.json, or file.py:function.")
 ]
-_INT_PINS = (
-    "dp",
-    "tp",
-    "pp",
-    "zero_stage",
-    "microbatch_size",
-    "num_microbatches",
-    "virtual_stages",
-    "dp_replicate",
-)
 
 
 def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
@@ -55,7 +46,7 @@ def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"--pin {text!r}: write name=value, for example --pin tp=4")
-        if name in _INT_PINS:
+        if name in LIMITED_KEYS:
             if not value.isdigit():
                 raise ValueError(f"--pin {text!r}: {name} needs a whole number")
             pins[name] = int(value)

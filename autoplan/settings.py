@@ -27,19 +27,7 @@ __all__ = [
     "settings_of",
 ]
 
-PIN_KEYS = (
-    "dp",
-    "tp",
-    "pp",
-    "zero_stage",
-    "microbatch_size",
-    "num_microbatches",
-    "virtual_stages",
-    "dp_replicate",
-    "axis_order",
-    "recompute",
-    "schedule",
-)
+PIN_KEYS = (*LIMITED_KEYS, "axis_order", "recompute", "schedule")
 NO_LIMITS = Limits()
 OFFLOADS = ("optimizer", "activations")
 Schedule = Literal["none", "1f1b", "gpipe", "interleaved", "zero_bubble"]

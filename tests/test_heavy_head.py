@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from autoplan.cluster import Cluster
 from autoplan.optimizing import find_plan
 from autoplan.planner import make_planner
 from autoplan.profiles.device import DeviceProfile
 from autoplan.profiles.link import LinkProfile
+from tests.models_for_tests import LinearChain
 
 WIDTH, LAYERS, ROWS = 128, 8, 64
-
-
-class HeavyHead(nn.Module):
-    """Eight equal layers and a head four times as wide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.relu(block(x))
-        out: torch.Tensor = self.head(x)
-        return out
 
 
 def counted_in_flops(num_devices: int) -> Cluster:
@@ -56,7 +41,7 @@ def test_a_head_worth_four_layers_is_cut_where_the_stages_balance(
 ) -> None:
     """A layer takes 6 units, the first 4 (its input has no gradient), the head 24."""
     planner = make_planner(
-        HeavyHead(),
+        LinearChain(WIDTH, LAYERS),
         counted_in_flops(pp),
         torch.randn(8 * ROWS, WIDTH),
         loss_fn=lambda out: (out - 1).square().mean(),
