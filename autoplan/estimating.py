@@ -11,7 +11,6 @@ from torch import nn
 
 from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
-from autoplan.costs import PlanPrice
 from autoplan.engines import AUTOPLAN, Engine, engine_named
 from autoplan.errors import PlanError
 from autoplan.frontiers import Decision
@@ -19,6 +18,7 @@ from autoplan.graph import BlockTrace, Trace
 from autoplan.inner_recompute import attention_core
 from autoplan.meshes import AxisOrder
 from autoplan.plan import Plan, Recompute, SearchRecord
+from autoplan.plan_prices import PlanPrice, plan_price
 from autoplan.planner import Planner, make_planner
 from autoplan.replay import Reserved
 from autoplan.reserved import reserved_memory
@@ -236,7 +236,7 @@ def estimate(
             pricer, setting, ends, decisions, is_expandable=allocator == "expandable"
         )
     if not is_emitted or traces is not None:
-        return _priced(pricer.plan_price(setting, ends, decisions), totals, reserved)
+        return _priced(plan_price(pricer, setting, ends, decisions), totals, reserved)
     record = SearchRecord(status="priced", objective_s=0.0, bound_s=0.0, gap=0.0, wall_time_s=0.0)
     plan = planner.write(setting, ends, decisions, record)
     predicted = plan.predicted
