@@ -15,11 +15,9 @@ from autoplan.cluster import Cluster
 from autoplan.frontiers import Decision, Frontiers
 from autoplan.graph import Trace
 from autoplan.local import localize
-from autoplan.memory import (
-    GroupBytes,
-)
 from autoplan.search.problem import BlockOption
 from autoplan.settings import Setting, Workload, shared_states
+from autoplan.stage_costs import GroupBytes
 from autoplan.step_costs import (
     transfer_s,
 )

@@ -9,7 +9,8 @@ from autoplan.block_work import memory_views
 from autoplan.costs import Pricer
 from autoplan.frontiers import Decision
 from autoplan.liveness import block_events
-from autoplan.replay import Parameter, ReplayedBlock, Reserved, replayed
+from autoplan.replay import Reserved, replayed
+from autoplan.replay_groups import Parameter, ReplayedBlock
 from autoplan.settings import Setting
 from autoplan.stage_bytes import batch_bytes, standing_bytes
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autoplan.costs import TICK_S, Pricer
 from autoplan.frontiers import Decision
-from autoplan.memory import static_bytes, uses_fsdp
+from autoplan.resident import static_bytes, uses_fsdp
 from autoplan.search.problem import BlockOption
 from autoplan.settings import Setting
 from autoplan.stage_bytes import stage_block

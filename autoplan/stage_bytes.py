@@ -10,9 +10,10 @@ from autoplan.costs import Pricer
 from autoplan.frontiers import Decision
 from autoplan.graph import Trace
 from autoplan.losses import logits_bytes
-from autoplan.memory import PartBytes, StageMemory, stage_memory
+from autoplan.memory import StageMemory, stage_memory
 from autoplan.settings import Setting
 from autoplan.stage_costs import StageBlock
+from autoplan.stage_walk import PartBytes
 from autoplan.times import overlaps_communication
 
 __all__ = [
