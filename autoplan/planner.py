@@ -35,6 +35,7 @@ from autoplan.interleaving import alike_run
 from autoplan.limits import Limits, constraint_texts
 from autoplan.offload import check_offload
 from autoplan.plan import Plan, SearchRecord, Simpler
+from autoplan.plan_prices import plan_price
 from autoplan.plan_writer import write_plan
 from autoplan.scaling import interpolate
 from autoplan.search.mesh import Candidate, MeshResult, Progress, search_settings
@@ -242,7 +243,7 @@ class Planner:
         """Return the plan of decided cuts and options, with its exact price."""
         exact = self.exact_trace(setting.microbatch_size)
         pricer = replace_trace(self.pricer(setting.microbatch_size), exact)
-        price = pricer.plan_price(setting, ends, decisions)
+        price = plan_price(pricer, setting, ends, decisions)
         plan = write_plan(
             trace=exact,
             pricer=pricer,

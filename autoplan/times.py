@@ -15,8 +15,9 @@ from autoplan.errors import ProfileError
 from autoplan.graph import Gemm, OpTrace, ShardOption
 from autoplan.local import LocalOp
 from autoplan.op_classes import class_point
-from autoplan.profiles.device import ITEM_BYTES, DeviceProfile
+from autoplan.profiles.device import DeviceProfile
 from autoplan.profiles.host import HostSeconds
+from autoplan.profiles.lookups import ITEM_BYTES
 from autoplan.profiles.op_times import measured_ops
 from autoplan.profiles.tables import ATTENTION_DIRECTIONS, Lookup
 from autoplan.signatures import local_signature
