@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from autoplan.engines import Engine
+from autoplan.optimizers import Optimizer
 from autoplan.resident import static_bytes, uses_fsdp
-from autoplan.settings import Optimizer, Setting
+from autoplan.settings import Setting
 from autoplan.stage_costs import GroupBytes, StageBlock
 
 __all__ = ["PartBytes", "StageWalk"]

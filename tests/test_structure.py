@@ -67,7 +67,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "layout_check",
         "tracer",
     ),
-    ("limits", "engines"),
+    ("limits", "engines", "optimizers"),
     ("op_classes",),
     (
         "settings",
