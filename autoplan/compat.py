@@ -253,6 +253,7 @@ class RingStage(PipelineStage):
 
     Attributes:
         activations, gradients: buffers of each kind at most; None: one per micro-batch.
+        before_backward: called before each backward with whether it is the last of the step.
     """
 
     def __init__(
@@ -264,11 +265,24 @@ class RingStage(PipelineStage):
         *,
         activations: int | None,
         gradients: int | None,
+        before_backward: Callable[[bool], None],
         **options: Any,
     ) -> None:
         super().__init__(submodule, stage_index, num_stages, device, **options)
         self._activations = activations
         self._gradients = gradients
+        self._before_backward = before_backward
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Run the backward of a micro-batch."""
+        self._before_backward(last_backward)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def _make_ring(self, num_microbatches: int, *rest: Any) -> Any:
         """Make the receive buffers of activations."""

@@ -435,6 +435,7 @@ class _Emission:
                     index=stage.index,
                     inputs=crossing_metas(program, stage.inputs, dtype, slices=slices),
                     outputs=crossing_metas(program, stage.outputs, dtype, slices=slices),
+                    before_backward=part.sharder.before_backward,
                 )
                 for stage, part in zip(stages, parts, strict=True)
             ],

@@ -37,12 +37,14 @@ class PipelinePart:
         index: of the stage.
         inputs: activations that enter from the stage before.
         outputs: activations that leave to the stage after, or the loss.
+        before_backward: of its data parallelism; see `Sharder`.
     """
 
     root: StageRoot
     index: int
     inputs: Sequence[TensorMeta]
     outputs: Sequence[TensorMeta]
+    before_backward: Callable[[bool], None]
 
 
 def pipeline_runner(
@@ -210,6 +212,7 @@ def _stage(
         device,
         activations=activations,
         gradients=gradients,
+        before_backward=part.before_backward,
         input_args=tuple(_example(meta) for meta in part.inputs),
         output_args=tuple(_example(meta) for meta in part.outputs),
         group=group,

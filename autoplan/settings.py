@@ -157,7 +157,6 @@ _WORDS = {
     "axis_order": AXIS_ORDERS,
     "schedule": _SEARCHED,
 }
-_PLAIN = (1, AXIS_ORDERS[0])  # no replicas, tp-dp-pp
 _ARGUMENTS = ("batch", "batch_dim", "global_batch_size", "loss_fn", "optimizer", "within", "forbid")
 
 
@@ -201,8 +200,8 @@ def settings_of(
     blocks with parameters (`num_blocks`) as stages; the batch divides into dp * num_microbatches *
     microbatch_size; 1F1B has at least as many micro-batches as stages, fewer pass by GPipe;
     interleaved stages need a multiple of the ranks, and one of `num_alike` alike blocks each, and
-    are not beside devices of several types, replicas, another order of the axes or an offloaded
-    optimizer, whose prices are not held against runs of several stages a rank;
+    are not beside devices of several types or an offloaded optimizer, whose prices are not held
+    against runs of several stages a rank;
     without data parallelism there is nothing to shard, unless the shards may lie on the host.
     """
     world = devices or cluster.world_size
@@ -228,7 +227,7 @@ def _unlimited(
             if is_pinned_off or (tp > cluster.gpus_per_node and "tp" not in pins):
                 continue
             for placed in _placements(cluster, dp, tp, pp, pins):
-                chunks = 0 if cluster.slower or placed != _PLAIN else num_alike // pp
+                chunks = 0 if cluster.slower else num_alike // pp
                 yield from _batch_settings(dp, tp, pp, workload, pins, *placed, chunks)
 
 
@@ -390,10 +389,6 @@ def _unmixed_rules(cluster: Cluster, pins: Mapping[str, Any]) -> Iterator[str]:
         return
     if cluster.slower:
         yield "several stages a rank are searched on devices of one type only"
-    if pins.get("dp_replicate", 1) > 1:
-        yield "several stages a rank are searched without dp_replicate"
-    if pins.get("axis_order", AXIS_ORDERS[0]) != AXIS_ORDERS[0]:
-        yield f"several stages a rank are searched with axis_order={AXIS_ORDERS[0]} only"
 
 
 def shared_states(trace: Trace) -> dict[int, frozenset[str]]:

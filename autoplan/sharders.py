@@ -44,6 +44,9 @@ class Sharder(Protocol):
     def before_microbatch(self, index: int, num_microbatches: int) -> None:
         """Prepare for the forward and backward of a micro-batch; not called under a pipeline."""
 
+    def before_backward(self, is_last: bool) -> None:
+        """Prepare for the backward of a micro-batch; called under a pipeline."""
+
     def after_step(self) -> None:
         """Finish the gradients of a step."""
 
@@ -55,6 +58,9 @@ class Unsharded:
         return
 
     def before_microbatch(self, index: int, num_microbatches: int) -> None:
+        return
+
+    def before_backward(self, is_last: bool) -> None:
         return
 
     def after_step(self) -> None:
@@ -96,6 +102,9 @@ class GradientReducer:
 
     def before_microbatch(self, index: int, num_microbatches: int) -> None:
         self._is_last = index == num_microbatches - 1
+
+    def before_backward(self, is_last: bool) -> None:
+        return
 
     def after_step(self) -> None:
         for parameter in self.parameters:
@@ -144,7 +153,7 @@ class FsdpSharder:
         zero_stage: as planned.
         is_hidden: the pipeline runtime does not see the root, which then reduces gradients in every
             micro-batch.
-        has_replicas: shards are summed over replicas, once a step where micro-batches are a loop.
+        has_replicas: shards are summed over replicas, once a step.
     """
 
     root: FSDPModule
@@ -165,6 +174,10 @@ class FsdpSharder:
         if self.zero_stage < 2:
             self.root.set_requires_gradient_sync(is_last)
             self.root.set_is_last_backward(is_last)
+
+    def before_backward(self, is_last: bool) -> None:
+        if self.has_replicas and self.is_hidden:  # else torch's runtime reduces once a step
+            self.root.set_requires_all_reduce(is_last)
 
     def after_step(self) -> None:
         if self.is_hidden:

@@ -171,6 +171,7 @@ def build_stage(
                     index=index,
                     inputs=stages[index].inputs,
                     outputs=stages[index].outputs,
+                    before_backward=part.sharder.before_backward,
                 )
                 for index, part in zip(own, parts, strict=True)
             ],

@@ -11,6 +11,7 @@ import autoplan
 from autoplan.dry_runner import dry_run, representative_ranks
 from autoplan.models import LoadedModel, load_model
 from benchmarks.predicted_peaks import CASES, gpt, make_plan
+from examples.gpt import GPT, GPTConfig, batch_like, loss_fn
 from tests.distributed import run_workers
 
 
@@ -82,3 +83,22 @@ def _dry_rank(rank: int) -> None:
 
 def test_a_rank_that_is_not_there_is_refused() -> None:
     assert "the plan has ranks 0 to 3" in _in_a_process(_no_such_rank)
+
+
+def _hybrid(rank: int) -> list[Any]:
+    config = GPTConfig(
+        num_layers=8, vocab_size=256, width=128, num_heads=4, max_tokens=64, is_head_tied=False
+    )
+    batch = batch_like(config, 16, 64)
+    loaded = LoadedModel(model=GPT(config), batch=batch, loss_fn=loss_fn, name="gpt")
+    plan = autoplan.estimate(
+        loaded.model, "2x4:cpu", batch, loss_fn=loss_fn, dp=4, pp=2, dp_replicate=2,
+        zero_stage=3, microbatch_size=1, recompute="full",
+    ).plan  # fmt: skip
+    return list(dry_run(plan, loaded, (0,)))
+
+
+def test_replicas_under_a_pipeline_hold_no_more_than_shards_do() -> None:
+    """Summed over replicas in every micro-batch, each shard of a gradient would be there twice."""
+    runs = _in_a_process(_hybrid)
+    assert all(abs(run.error) < 0.02 for run in runs), runs

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoplan.cluster import Cluster
+from autoplan.cluster import Cluster, NodeGroup
 from autoplan.errors import InfeasibleError, PlanError
 from autoplan.estimating import Estimate, estimate
 from autoplan.optimizing import optimize
@@ -180,24 +180,37 @@ def test_what_interleaving_keeps_can_rule_it_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pins", "said"),
-    [
-        ({"dp_replicate": 2, "dp": 4, "pp": 2, "zero_stage": 3}, "without dp_replicate"),
-        ({"axis_order": "tp-pp-dp", "dp": 2, "pp": 4}, "with axis_order=tp-dp-pp only"),
-    ],
+    "pins",
+    [{"dp_replicate": 2, "zero_stage": 3}, {"axis_order": "tp-pp-dp", "zero_stage": 1}],
 )
-def test_what_several_stages_a_rank_are_not_searched_beside_is_said(
-    pins: dict[str, Any], said: str
+def test_several_stages_a_rank_are_searched_beside_replicas_and_other_orders(
+    pins: dict[str, Any],
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with torch.device("meta"):
+        model = LinearChain(width=4096, depth=8)
+    plan = optimize(
+        model,
+        "2x4:h100_sxm_80gb",
+        torch.empty(16384, 4096, device="meta"),
+        loss_fn=mean_square,
+        virtual_stages=2,
+        compare=False,
+        dp=4,
+        pp=2,
+        microbatch_size=1024,
+        **pins,
+    )
+    assert (plan.num_chunks, plan.search.status) == (2, "optimal")
+    assert {name: getattr(plan.mesh, name, plan.zero_stage) for name in pins} == pins
+    assert plan.timeline().peak_bytes() == plan.predicted.peak_memory_bytes
+
+
+def test_several_stages_a_rank_are_for_devices_of_one_type_and_it_is_said() -> None:
+    fast, slow = (Cluster.parse(f"1x4:{name}_sxm_80gb") for name in ("h100", "a100"))
+    cluster = replace(fast, num_nodes=2, slower=(NodeGroup(num_nodes=1, device=slow.device),))
+    with pytest.raises(ValueError, match="devices of one type only"):
         optimize(
-            LinearChain(width=64, depth=8),
-            "1x8:h100_sxm_80gb",
-            BATCH,
-            loss_fn=mean_square,
-            virtual_stages=2,
-            compare=False,
-            **pins,
+            LinearChain(width=64, depth=8), cluster, BATCH, loss_fn=mean_square, virtual_stages=2
         )
 
 
