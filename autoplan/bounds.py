@@ -11,6 +11,7 @@ from autoplan.graph import ParameterTrace, Placement, Trace
 from autoplan.layout_check import fsdp_can_slice
 from autoplan.schedules import enough_rounds, in_flight
 from autoplan.search.mesh import Refinement
+from autoplan.search_options import alike, block_option, least_option
 from autoplan.settings import Setting
 from autoplan.units import format_bytes
 
@@ -131,11 +132,11 @@ def frontiers_bound(planner: Planner, setting: Setting) -> Refinement:
 def _border_bound(planner: Planner, setting: Setting, is_sequence_parallel: bool) -> Refinement:
     pricer = planner.pricer(setting.microbatch_size)
     total, slowest, once, static = 0, 0, 0, 0
-    for calls in pricer.alike(setting):
+    for calls in alike(pricer, setting):
         call, count = calls[0], len(calls)
         block = pricer.trace.calls[call].block
         decisions = pricer.decisions(block, setting.tp, is_sequence_parallel=is_sequence_parallel)
-        least = pricer.least_option(call, decisions, setting)
+        least = least_option(pricer, call, decisions, setting)
         total += count * least.forward
         slowest = max(slowest, least.forward)
         once += count * least.once
@@ -179,7 +180,7 @@ def memory_bound(planner: Planner, setting: Setting) -> Refinement:
     live = min(sum(own) for own in in_flight(setting.schedule, setting.pp, enough, v)) / v
     room = setting.pp * (planner.cluster.capacity_bytes // unit)
     kinds: list[tuple[int, list[tuple[float, float]]]] = []
-    for calls in pricer.alike(setting):
+    for calls in alike(pricer, setting):
         call, count = calls[0], len(calls)
         block = pricer.trace.calls[call].block
         points = []
@@ -189,7 +190,7 @@ def memory_bound(planner: Planner, setting: Setting) -> Refinement:
             for decision in pricer.decisions(block, setting.tp, is_sequence_parallel=is_sliced)
         )
         for decision in decisions:
-            option = pricer.option(call, decision, setting, setting.live()[-1])
+            option = block_option(pricer, call, decision, setting, setting.live()[-1])
             inputs = sum(pricer.base(block, decision, setting.tp).local.inputs.values())
             held = option.static + live * max(0, option.kept - -(-inputs // unit))
             points.append((held, float(option.forward + option.backward)))

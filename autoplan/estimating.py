@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -11,29 +11,31 @@ from torch import nn
 
 from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
-from autoplan.costs import PlanPrice
+from autoplan.configurations import (
+    RecomputeRule,
+    check_choices,
+    placed,
+    recompute_rules,
+    ruled_decisions,
+    setting_of,
+    stage_ends_of,
+    with_recompute,
+)
 from autoplan.engines import AUTOPLAN, Engine, engine_named
 from autoplan.errors import PlanError
-from autoplan.frontiers import Decision
-from autoplan.graph import BlockTrace, Trace
-from autoplan.inner_recompute import attention_core
+from autoplan.graph import Trace
 from autoplan.meshes import AxisOrder
-from autoplan.plan import Plan, Recompute, SearchRecord
+from autoplan.plan import Plan, SearchRecord
+from autoplan.plan_prices import PlanPrice, plan_price
 from autoplan.planner import Planner, make_planner
 from autoplan.replay import Reserved
 from autoplan.reserved import reserved_memory
-from autoplan.schedules import schedule_actions, unrunnable_split
-from autoplan.settings import Setting, check_pins
+from autoplan.schedules import unrunnable_split
 from autoplan.simple import simple_decisions
-from autoplan.stage_ends import even_block_ends, even_stage_ends, is_runnable
-from autoplan.tensor_layout import megatron_axes
+from autoplan.stage_ends import is_runnable
 from autoplan.units import format_bytes
 
 __all__ = ["Estimate", "estimate"]
-
-_RECOMPUTE = ("none", "full", "attention")
-_SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
-RecomputeRule = Callable[[BlockTrace], Recompute]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +176,7 @@ def estimate(
         offload=() if offload == "none" else offload,
         pins={"microbatch_size": microbatch_size},
     )
-    _check_choices(recompute, zero_stage, tensor_layout, sequence_parallel, product_dtype, tp)
+    check_choices(recompute, zero_stage, tensor_layout, sequence_parallel, product_dtype, tp)
     if allocator not in (None, "segments", "expandable"):
         raise ValueError(f"allocator={allocator!r}; allowed are segments, expandable and None")
     _set_engine(planner, engine_named(engine), zero_stage)
@@ -186,7 +188,7 @@ def estimate(
     )
     if traces is not None:
         planner.share_traces(traces)
-    setting = _setting(
+    setting = setting_of(
         planner.cluster.world_size,
         planner.workload.global_batch_size,
         dp=dp,
@@ -199,19 +201,19 @@ def estimate(
         is_own=not planner.workload.engine.has_gradient_buffer,
         offload=offload,
     )
-    setting = _placed(setting, dp_replicate, axis_order)
+    setting = placed(setting, dp_replicate, axis_order)
     clusters = [planner.cluster.on_stage(setting, stage) for stage in range(pp)]
     totals = tuple(cluster.total_bytes for cluster in clusters)
     trace = planner.trace(microbatch_size)
-    ends = _ends(trace, stage_ends, pp, virtual_stages)
+    ends = stage_ends_of(trace, stage_ends, pp, virtual_stages)
     is_ruled = tensor_layout == "megatron" and tp > 1
     if is_ruled:
-        decisions = _ruled_decisions(trace, setting, sequence_parallel)
+        decisions = ruled_decisions(trace, setting, sequence_parallel)
     else:
         decisions = simple_decisions(planner, setting, "none")
-    rules = _rules(trace, recompute)
+    rules = recompute_rules(trace, recompute)
     decisions = [
-        _with_recompute(trace.blocks[call.block], decision, rule)
+        with_recompute(trace.blocks[call.block], decision, rule)
         for call, decision, rule in zip(trace.calls, decisions, rules, strict=True)
     ]
     unrunnable = unrunnable_split(
@@ -236,7 +238,7 @@ def estimate(
             pricer, setting, ends, decisions, is_expandable=allocator == "expandable"
         )
     if not is_emitted or traces is not None:
-        return _priced(pricer.plan_price(setting, ends, decisions), totals, reserved)
+        return _priced(plan_price(pricer, setting, ends, decisions), totals, reserved)
     record = SearchRecord(status="priced", objective_s=0.0, bound_s=0.0, gap=0.0, wall_time_s=0.0)
     plan = planner.write(setting, ends, decisions, record)
     predicted = plan.predicted
@@ -252,42 +254,6 @@ def estimate(
     )
 
 
-def _placed(setting: Setting, dp_replicate: int, axis_order: AxisOrder) -> Setting:
-    """Return a setting with its replicas and its order of axes."""
-    check_pins({"dp_replicate": dp_replicate, "axis_order": axis_order})
-    is_sharded = setting.zero_stage > 0 and dp_replicate < setting.dp
-    if dp_replicate > 1 and (setting.dp % dp_replicate or not is_sharded):
-        raise ValueError(
-            f"dp_replicate={dp_replicate} must divide dp={setting.dp}, be below it, and have a "
-            f"zero_stage above 0 (it is {setting.zero_stage}): replicas are of what ZeRO shards"
-        )
-    return replace(setting, dp_replicate=dp_replicate, axis_order=axis_order)
-
-
-def _check_choices(
-    recompute: str | RecomputeRule | Sequence[str],
-    zero_stage: int,
-    tensor_layout: str,
-    sequence_parallel: bool,
-    product_dtype: str | None,
-    tp: int,
-) -> None:
-    words = () if callable(recompute) else _words(recompute)
-    if not callable(recompute) and not (words and set(words) <= set(_RECOMPUTE)):
-        raise ValueError(
-            f"recompute={recompute!r}; estimate takes none, full, attention or a function of a "
-            "block that returns a Recompute"
-        )
-    if product_dtype not in (None, "float8"):
-        raise ValueError(f"product_dtype={product_dtype!r}; allowed are None and float8")
-    if zero_stage not in (0, 1, 2, 3):
-        raise ValueError(f"zero_stage={zero_stage}; allowed are 0, 1, 2, 3")
-    if tensor_layout not in ("fastest", "megatron"):
-        raise ValueError(f"tensor_layout={tensor_layout!r}; allowed are fastest and megatron")
-    if sequence_parallel and (tensor_layout != "megatron" or tp == 1):
-        raise ValueError("sequence_parallel needs tp > 1 and tensor_layout='megatron'")
-
-
 def _set_engine(planner: Planner, engine: Engine, zero_stage: int) -> None:
     if engine.has_gradient_buffer and zero_stage > 1:
         raise ValueError(
@@ -299,70 +265,6 @@ def _set_engine(planner: Planner, engine: Engine, zero_stage: int) -> None:
         optimizer = replace(workload.optimizer, is_foreach=engine.is_foreach)
         workload = replace(workload, optimizer=optimizer)
     planner.workload = workload
-
-
-def _ends(
-    trace: Trace, stage_ends: Sequence[int] | Literal["blocks"] | None, pp: int, num_chunks: int
-) -> tuple[int, ...]:
-    num_calls, num_stages = len(trace.calls), pp * num_chunks
-    if num_stages > num_calls:
-        what = f"pp={pp}" + (f" * virtual_stages={num_chunks}" if num_chunks > 1 else "")
-        raise ValueError(f"{what} stages for a chain of {num_calls} blocks: lower pp")
-    if stage_ends == "blocks":
-        return even_block_ends(trace, num_stages)
-    if stage_ends is None:
-        return even_stage_ends(trace, num_stages)
-    ends = tuple(map(int, stage_ends))
-    is_rising = all(a < b for a, b in zip((0, *ends), ends, strict=False))
-    if len(ends) != num_stages or ends[-1] != num_calls or not is_rising:
-        raise ValueError(
-            f"stage_ends {ends}: needs {num_stages} rising numbers above 0, the last {num_calls} "
-            "(blocks)"
-        )
-    return ends
-
-
-def _ruled_decisions(trace: Trace, setting: Setting, sequence_parallel: bool) -> list[Decision]:
-    by_block = [
-        Decision(
-            axes=megatron_axes(block, setting.tp, is_sequence_parallel=sequence_parallel),
-            is_sequence_parallel=sequence_parallel,
-            slices_shared=True,
-        )
-        for block in trace.blocks
-    ]
-    return [by_block[call.block] for call in trace.calls]
-
-
-def _words(recompute: str | Sequence[str]) -> tuple[str, ...]:
-    return (recompute,) if isinstance(recompute, str) else tuple(recompute)
-
-
-def _rules(
-    trace: Trace, recompute: str | RecomputeRule | Sequence[str]
-) -> list[str | RecomputeRule]:
-    """Return the rule of each call; repeated blocks take several in turn."""
-    turns = (recompute,) if callable(recompute) else _words(recompute)
-    found: list[str | RecomputeRule] = []
-    count = 0
-    for call in trace.calls:
-        is_glue = trace.blocks[call.block].is_glue
-        found.append("none" if is_glue else turns[count % len(turns)])
-        count += not is_glue
-    return found
-
-
-def _with_recompute(
-    block: BlockTrace, decision: Decision, recompute: str | RecomputeRule
-) -> Decision:
-    """Return a decision with what a block runs again; glue keeps everything."""
-    if block.is_glue or recompute == "none":
-        return decision
-    if recompute == "full":
-        return replace(decision, recompute=Recompute(mode="full"))
-    if isinstance(recompute, str):
-        return replace(decision, inner=attention_core(block))
-    return replace(decision, recompute=recompute(block))
 
 
 def _fits(peaks: Sequence[int], totals: Sequence[int]) -> bool:
@@ -380,64 +282,4 @@ def _priced(price: PlanPrice, totals: tuple[int, ...], reserved: tuple[Reserved,
         fits=_fits(peaks, totals) and all(stage.fits for stage in reserved),
         written=None,
         reserved_memory_bytes=tuple(stage.reserved for stage in reserved) or None,
-    )
-
-
-def _setting(
-    world: int,
-    batch: int,
-    *,
-    dp: int | None,
-    tp: int,
-    pp: int,
-    zero_stage: int,
-    microbatch_size: int,
-    schedule: str,
-    virtual_stages: int,
-    is_own: bool,
-    offload: Literal["none", "optimizer"],
-) -> Setting:
-    sizes = {
-        "tp": tp,
-        "pp": pp,
-        "microbatch_size": microbatch_size,
-        "virtual_stages": virtual_stages,
-    }
-    for label, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{label}={value}: must be at least 1")
-    if offload != "none" and zero_stage != 3:
-        raise ValueError(f"offload={offload!r} with zero_stage={zero_stage}: it needs zero_stage=3")
-    dp = dp if dp is not None else world // (tp * pp)
-    if dp < 1 or dp * tp * pp != world:
-        raise ValueError(f"dp={dp} * tp={tp} * pp={pp} is not the {world} devices of the cluster")
-    if batch % (dp * microbatch_size):
-        raise ValueError(
-            f"global batch {batch} does not divide into dp={dp} times micro-batches of "
-            f"{microbatch_size}: use a multiple of {dp * microbatch_size}"
-        )
-    m = batch // (dp * microbatch_size)
-    if schedule not in _SCHEDULES:
-        raise ValueError(f"schedule={schedule!r}; allowed are {', '.join(_SCHEDULES)}")
-    if is_own and pp > 1 and schedule == "1f1b" and virtual_stages == 1 and m < pp:
-        raise ValueError(
-            f"1F1B with pp={pp} needs at least {pp} micro-batches, the batch gives {m}: lower "
-            "microbatch_size or pp, use schedule='gpipe', or name the engine that runs it"
-        )
-    if virtual_stages > 1 and schedule == "1f1b":
-        schedule = "interleaved"
-    if virtual_stages > 1 and pp == 1:
-        raise ValueError(f"virtual_stages={virtual_stages} needs pp > 1")
-    if pp > 1:
-        schedule_actions(schedule, pp, m, virtual_stages)
-    return Setting(
-        dp=dp,
-        tp=tp,
-        pp=pp,
-        zero_stage=zero_stage if dp > 1 or offload != "none" else 0,
-        microbatch_size=microbatch_size,
-        num_microbatches=m,
-        schedule="none" if pp == 1 else schedule,  # type: ignore[arg-type]
-        virtual_stages=virtual_stages,
-        offload=offload,
     )

@@ -2,7 +2,7 @@
 
 For a class and a tensor-parallel degree this poses the choice problems of `autoplan.block_choice`
 (one without a recompute region, one with) to the search, and reads back decisions: an axis for
-every op, and what to keep. Every decision is afterwards priced exactly by `autoplan.costs`.
+every op, and what to keep. Every decision is afterwards priced exactly by `autoplan.call_prices`.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autoplan.block_heap import Event, Gradients, Heap
 from autoplan.local import LocalBlock, LocalOp
 from autoplan.plan import Recompute
 from autoplan.stage_costs import BlockMemory
@@ -18,16 +19,12 @@ from autoplan.stage_costs import BlockMemory
 __all__ = [
     "BlockEvents",
     "BlockMemory",
-    "Event",
     "block_events",
     "block_memory",
     "needed_marks",
     "offloaded_bytes",
     "redone_ops",
 ]
-
-# A tensor is made (name, bytes) or let go (name, 0).
-Event = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,35 +45,6 @@ class BlockEvents:
     outputs: Mapping[str, str]
     coming: Mapping[str, str]
     going: Mapping[str, tuple[str, ...]]
-
-
-class _Heap:
-    """Live bytes by owner, with their peak; `events` is filled where it is a list."""
-
-    def __init__(self, events: list[Event] | None = None) -> None:
-        self.live: dict[str, int] = {}
-        self.total = 0
-        self.peak = 0
-        self.events = events
-
-    def add(self, name: str, nbytes: int) -> None:
-        if name in self.live or nbytes == 0:
-            return
-        self.live[name] = nbytes
-        self.total += nbytes
-        self.peak = max(self.peak, self.total)
-        if self.events is not None:
-            self.events.append((name, nbytes))
-
-    def drop(self, name: str) -> None:
-        if self.events is not None and name in self.live:
-            self.events.append((name, 0))
-        self.total -= self.live.pop(name, 0)
-
-    def transient(self, nbytes: int) -> None:
-        self.peak = max(self.peak, self.total + nbytes)
-        if self.events is not None and nbytes:
-            self.events += [("transient", nbytes), ("transient", 0)]
 
 
 def block_memory(
@@ -116,9 +84,9 @@ def _walked(
     recompute: Recompute,
     accumulating: bool,
     events: tuple[list[Event], list[Event]] | None = None,
-) -> tuple[BlockMemory, dict[str, int], _Gradients]:
+) -> tuple[BlockMemory, dict[str, int], Gradients]:
     """Return the bytes of a block, what it keeps by owner, and the gradients that leave it."""
-    heap = _Heap(events[0] if events else None)
+    heap = Heap(events[0] if events else None)
     saved = _all_saved(local)
     region = recompute.mode in ("full", "selective")
     is_away = recompute.mode == "offload"
@@ -136,7 +104,7 @@ def _walked(
     kept_total = sum(kept.values()) + sum(inputs[n] for n in held_inputs)
     side = tuple(n for n in local.side_inputs if region or n in saved)
     output_bytes = sum(local.value_bytes.get(n, 0) for n in outputs if n not in inputs)
-    backward = _Heap()
+    backward = Heap()
     grads, gradients = _backward(
         local,
         backward,
@@ -267,7 +235,7 @@ def _last_reader(local: LocalBlock) -> dict[str, int]:
 def _run_forward(
     local: LocalBlock,
     ops: Sequence[LocalOp],
-    heap: _Heap,
+    heap: Heap,
     kept: set[str],
     marked: Mapping[str, int],
     internal: bool,
@@ -287,7 +255,8 @@ def _run_forward(
         if op.name in there and op.op is not None:
             continue
         if op.storage == op.name:
-            heap.add(op.name, op.nbytes)
+            is_kept = op.name in kept or op.unkept_bytes is None
+            heap.add(op.name, op.nbytes if is_kept else op.unkept_bytes or 0)
         heap.transient(op.forward_temp_bytes + (0 if internal else op.internal_bytes))
         if internal:
             heap.add(f"{op.name}:internal", op.internal_bytes)
@@ -301,14 +270,14 @@ def _run_forward(
 
 def _backward(
     local: LocalBlock,
-    heap: _Heap,
+    heap: Heap,
     kept: Mapping[str, int],
     inputs: Mapping[str, int],
     region: bool,
     accumulating: bool,
     events: list[Event] | None,
     fetched: Mapping[str, int] | None = None,
-) -> tuple[int, _Gradients]:
+) -> tuple[int, Gradients]:
     """Walk the backward; return the bytes of parameter gradients it makes, and those of inputs.
 
     What is `fetched` from the host comes for each op that saved it and goes with it.
@@ -318,7 +287,7 @@ def _backward(
     """
     for name, nbytes in (*kept.items(), *inputs.items()):
         heap.add(name, nbytes)
-    gradients = _Gradients(heap)
+    gradients = Gradients(heap)
     for name in dict.fromkeys(local.outputs):
         gradients.receive(name, local.value_bytes.get(_storage(local, name), 0))
     heap.events = events
@@ -366,69 +335,11 @@ def _backward(
     return made, gradients
 
 
-def _drop_unneeded(local: LocalBlock, heap: _Heap, there: set[str]) -> None:
+def _drop_unneeded(local: LocalBlock, heap: Heap, there: set[str]) -> None:
     """Drop what the second forward made and no backward needs, when its frame ends."""
     needed = _all_saved(local) | there
     for owner in [n for n in heap.live if n not in needed and ":" not in n]:
         heap.drop(owner)
-
-
-class _Gradients:
-    """Gradients of values on their way back; one tensor may serve several values."""
-
-    def __init__(self, heap: _Heap) -> None:
-        self.heap = heap
-        self.held: dict[str, list[int]] = {}
-        self.users: dict[int, int] = {}
-        self.count = 0
-
-    def receive(self, name: str, nbytes: int, transient: int = 0) -> None:
-        """Make a new gradient of a value, or add one to what it has."""
-        if self.held.get(name):
-            self._add_up(name, nbytes, transient)
-            return
-        self.count += 1
-        self.heap.add(f"grad:{self.count}", nbytes)
-        self.held[name] = [self.count]
-        self.users[self.count] = 1
-
-    def pass_on(self, name: str, coming: list[int]) -> None:
-        """Let a value use gradients that exist."""
-        own = self.held.get(name)
-        if own and self.users[own[0]] == 1 and len(own) == 1:
-            return  # added in place to the one that it has alone
-        for number in coming:
-            self.users[number] += 1
-        self.held[name] = [*(own or []), *coming]
-
-    def collect(self, name: str, coming: list[int]) -> None:
-        """Add the gradient of one part to those of the other parts of a tuple."""
-        for number in coming:
-            self.users[number] += 1
-        self.held[name] = [*self.held.get(name, []), *coming]
-
-    def _add_up(self, name: str, nbytes: int, transient: int) -> None:
-        own = self.held[name]
-        if len(own) == 1 and self.users[own[0]] == 1:
-            self.heap.transient(nbytes + transient)
-            return
-        self.count += 1
-        self.heap.add(f"grad:{self.count}", nbytes)
-        self.heap.transient(transient)
-        self.users[self.count] = 1
-        self.held[name] = [self.count]
-        self.release(own)
-
-    def take(self, name: str) -> list[int]:
-        """Return and forget the gradients of a value."""
-        return self.held.pop(name, [])
-
-    def release(self, numbers: list[int]) -> None:
-        """Drop one use of each gradient."""
-        for number in numbers:
-            self.users[number] -= 1
-            if self.users[number] == 0:
-                self.heap.drop(f"grad:{number}")
 
 
 def _saved_uses(local: LocalBlock) -> dict[str, int]:

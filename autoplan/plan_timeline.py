@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from autoplan.errors import PlanError
-from autoplan.memory import MemorySample, PartBytes, memory_samples
+from autoplan.memory import MemorySample, memory_samples
+from autoplan.optimizers import Optimizer
 from autoplan.plan import Plan
 from autoplan.schedules import Action, ActionLists, schedule_actions
-from autoplan.settings import Optimizer, Setting
+from autoplan.settings import Setting
 from autoplan.simulator import simulate_actions
 from autoplan.stage_costs import PlanCosts
+from autoplan.stage_walk import PartBytes
 from autoplan.timeline import Interval, Timeline, step_function
 
 __all__ = ["simulate"]

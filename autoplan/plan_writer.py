@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from autoplan.costs import PlanPrice, Pricer
+from autoplan.costs import Pricer
 from autoplan.frontiers import Decision
 from autoplan.graph import Trace
 from autoplan.offload import host_bytes
@@ -20,7 +20,9 @@ from autoplan.plan import (
     Simpler,
     StagePlan,
 )
+from autoplan.plan_prices import PlanPrice
 from autoplan.settings import Setting
+from autoplan.stage_bytes import stage_blocks
 from autoplan.stage_pricing import plan_costs
 
 __all__ = ["write_plan"]
@@ -109,7 +111,7 @@ def _host_bytes(
         return ()
     stages = [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
     blocks = [
-        pricer.stage_blocks(calls, [decisions[c] for c in calls], setting) for calls in stages
+        stage_blocks(pricer, calls, [decisions[c] for c in calls], setting) for calls in stages
     ]
     return tuple(host_bytes([b.group for b in own], setting, pricer.workload) for own in blocks)
 

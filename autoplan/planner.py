@@ -34,7 +34,9 @@ from autoplan.graph import Trace
 from autoplan.interleaving import alike_run
 from autoplan.limits import Limits, constraint_texts
 from autoplan.offload import check_offload
+from autoplan.optimizers import Optimizer
 from autoplan.plan import Plan, SearchRecord, Simpler
+from autoplan.plan_prices import plan_price
 from autoplan.plan_writer import write_plan
 from autoplan.scaling import interpolate
 from autoplan.search.mesh import Candidate, MeshResult, Progress, search_settings
@@ -42,7 +44,6 @@ from autoplan.search.problem import PipelineSolution
 from autoplan.setting_solver import pipeline_problem, solve_setting
 from autoplan.settings import (
     NO_LIMITS,
-    Optimizer,
     Setting,
     Workload,
     broken_rules,
@@ -262,7 +263,7 @@ class Planner:
         """Return the plan of decided cuts and options, with its exact price."""
         exact = self.exact_trace(setting.microbatch_size)
         pricer = replace_trace(self.pricer(setting.microbatch_size), exact)
-        price = pricer.plan_price(setting, ends, decisions)
+        price = plan_price(pricer, setting, ends, decisions)
         plan = write_plan(
             trace=exact,
             pricer=pricer,
@@ -347,10 +348,13 @@ def make_planner(
         raise ValueError(f"global_batch_size is {rows}; it must be at least 1")
     optimizer_name = optimizer if isinstance(optimizer, str) else optimizer.__name__
     is_gpu = not cluster.is_cpu
+    precision = _precision(model, "none" if autocast else mixed_precision, is_gpu)
+    item_bytes = max((p.element_size() for p in model.parameters() if p.requires_grad), default=4)
+    item_bytes *= 1 if precision == "none" else 2
     workload = Workload(
         global_batch_size=rows,
-        optimizer=Optimizer.named(optimizer_name, is_foreach=is_gpu),
-        mixed_precision=_precision(model, "none" if autocast else mixed_precision, is_gpu),
+        optimizer=Optimizer.named(optimizer_name, is_foreach=is_gpu, item_bytes=item_bytes),
+        mixed_precision=precision,
         autocast=check_autocast(model, autocast, mixed_precision),
         parameter_bytes_per_traced_byte=1,
         offload=check_offload(offload, cluster),

@@ -17,7 +17,9 @@ from autoplan.errors import AutoplanError, InfeasibleError
 from autoplan.frontiers import Decision
 from autoplan.limits import constraint_texts, kept_constraints
 from autoplan.memory import StageMemory
+from autoplan.plan_prices import plan_price
 from autoplan.profiles.catalog import list_profiles, load_profile
+from autoplan.search_options import alike, block_option
 from autoplan.settings import OFFLOADS, Setting
 from autoplan.stage_ends import even_stage_ends, is_runnable
 from autoplan.units import format_bytes, format_bytes_up
@@ -112,7 +114,7 @@ def _moved(ends: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 def _priced(
     pricer: Pricer, setting: Setting, ends: tuple[int, ...], decisions: tuple[Decision, ...]
 ) -> Least:
-    memory = pricer.plan_price(setting, ends, decisions).memory
+    memory = plan_price(pricer, setting, ends, decisions).memory
     stage = max(memory, key=lambda stage: stage.peak)
     return Least(setting=setting, ends=ends, decisions=decisions, stage=stage)
 
@@ -124,14 +126,14 @@ def _leanest(pricer: Pricer, setting: Setting, is_sliced: bool) -> tuple[Decisio
     some decision has, each call takes the decision that keeps least within it.
     """
     live = setting.live()[0]
-    kinds = pricer.alike(setting)
+    kinds = alike(pricer, setting)
     choices = {
         index: [
             (live * option.kept + option.static, option.working, decision)
             for decision in pricer.decisions(
                 pricer.trace.calls[calls[0]].block, setting.tp, is_sequence_parallel=is_sliced
             )
-            for option in (pricer.option(calls[0], decision, setting, live),)
+            for option in (block_option(pricer, calls[0], decision, setting, live),)
         ]
         for index, calls in enumerate(kinds)
     }

@@ -9,56 +9,19 @@ reserved. Three steps are run: optimizer states appear at the end of the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from autoplan.caching_allocator import Block, CachingAllocator
+from autoplan.caching_allocator import CachingAllocator
 from autoplan.flat_partitions import gathered_pieces, reduced_buckets
-from autoplan.liveness import BlockEvents
-from autoplan.memory import stage_actions, uses_fsdp
+from autoplan.memory import stage_actions
+from autoplan.replay_groups import FsdpGroups, Key, Parameter, ReplayedBlock, Tensors
 from autoplan.settings import Setting, Workload
 
-__all__ = ["Parameter", "ReplayedBlock", "Reserved", "replayed"]
+__all__ = ["Reserved", "replayed"]
 
-COMPUTE, GATHER, REDUCE = range(3)  # streams, each with its pools
 _STEPS = 3
-
-Key = tuple[object, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter:
-    """A parameter on one rank: its name, bytes as stored and as computed with, before ZeRO."""
-
-    name: str
-    stored: int
-    gathered: int
-    is_trained: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayedBlock:
-    """A call of a stage.
-
-    Attributes:
-        events: its tensors in the first micro-batch of a step.
-        accumulating: in later ones, where gradients are added to ones that exist.
-        is_glue: its parameters are in the root's group.
-        inputs, outputs: per local name the value's name in the chain and its bytes.
-        held: inputs that are kept for the backward.
-        parameters: those that no earlier call of the stage holds.
-        states: name in the chain of each local state.
-    """
-
-    events: BlockEvents
-    accumulating: BlockEvents
-    is_glue: bool
-    inputs: Mapping[str, tuple[str, int]]
-    outputs: Mapping[str, tuple[str, int]]
-    held: frozenset[str]
-    parameters: tuple[Parameter, ...]
-    states: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,45 +77,6 @@ def replayed(
     )
 
 
-class _Tensors:
-    """Tensors by key, each freed when the last of its holders lets go."""
-
-    def __init__(self, allocator: CachingAllocator) -> None:
-        self.allocator = allocator
-        self.blocks: dict[Key, Block] = {}
-        self.holders: dict[Key, int] = {}
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self.blocks
-
-    def make(self, key: Key, nbytes: int, stream: int = COMPUTE) -> None:
-        assert key not in self.blocks, key
-        if nbytes > 0:
-            self.blocks[key] = self.allocator.allocate(nbytes, stream)
-            self.holders[key] = 1
-
-    def hold(self, key: Key) -> None:
-        if key in self.blocks:
-            self.holders[key] += 1
-
-    def release(self, key: Key) -> None:
-        if key not in self.blocks:
-            return
-        self.holders[key] -= 1
-        if self.holders[key] == 0:
-            del self.holders[key]
-            self.allocator.free(self.blocks.pop(key))
-
-    def rename(self, key: Key, other: Key) -> None:
-        self.blocks[other] = self.blocks.pop(key)
-        self.holders[other] = self.holders.pop(key)
-
-    def passing(self, nbytes: int, stream: int = COMPUTE) -> None:
-        """Make a tensor and let it go."""
-        self.make(("passing",), nbytes, stream)
-        self.release(("passing",))
-
-
 class _Replay:
     def __init__(
         self,
@@ -168,12 +92,11 @@ class _Replay:
         self.is_across = is_across
         self.workload = workload
         self.allocator = allocator
-        self.tensors = _Tensors(allocator)
+        self.tensors = Tensors(allocator)
         self.zero = setting.zero_stage
         self.is_mixed = workload.mixed_precision != "none"
         self.has_buffer = workload.engine.has_gradient_buffer
         self.is_offloaded = setting.offload != "none"
-        self.wrapped = uses_fsdp(setting, self.is_mixed) and not self.has_buffer
         self.shards = setting.dp if self.zero >= 1 else 1
         self.item_bytes = 2 if self.is_mixed else 4
         self.is_flat = workload.engine.is_flat
@@ -186,6 +109,8 @@ class _Replay:
             group = self.root if block.is_glue else index
             self.groups.setdefault(group, []).extend(block.parameters)
         self.groups = {group: found for group, found in self.groups.items() if found}
+        self.fsdp = FsdpGroups(self.tensors, self.groups, setting, workload)
+        self.wrapped = self.fsdp.wrapped
         self.values: dict[Key, Key] = {}
         self.gradients: dict[Key, Key] = {}
         self.readers: dict[Key, int] = {}
@@ -194,7 +119,6 @@ class _Replay:
         for block in blocks:
             for value, _ in block.inputs.values():
                 self.reading[value] = self.reading.get(value, 0) + 1
-        self.last: int | None = None
         self.pending = 0
         ends = list(accumulate(part_sizes))
         self.parts = [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
@@ -221,8 +145,8 @@ class _Replay:
         share = -(-sum(p.stored for p in self._trained()) // self.shards)
         self.tensors.make(("copy",), share)
         self.tensors.make(("grad",), share)
-        for number in range(int(self.workload.optimizer.state_bytes_per_byte)):
-            self.tensors.make(("state", number), share)
+        for number, nbytes in enumerate(self.workload.optimizer.state_sizes(share)):
+            self.tensors.make(("state", number), nbytes)
         self.tensors.release(("grad",))
 
     def _start_buffers(self) -> None:
@@ -256,10 +180,10 @@ class _Replay:
                 self._backward(number, is_last, self.parts[part])
         if self.wrapped and self.zero <= 1 and self.setting.pp > 1:
             for group in sorted(self.groups, key=lambda g: -1 if g == self.root else g):
-                self._reduce(group, reshards=True)
+                self.fsdp.reduce(group, reshards=True)
         for group in self.groups:
-            self._release_whole(group)
-        self._drop_buffers()
+            self.fsdp.release_whole(group)
+        self.fsdp.drop_buffers()
         self.tensors.release(("reduce input",))
         if self.is_flat:
             self._flat_step()
@@ -306,13 +230,12 @@ class _Replay:
     def _optimizer_step(self) -> None:
         if self.is_offloaded:
             return
-        ratio = self.workload.optimizer.state_bytes_per_byte
         trained = self._trained()
         sizes = {p.name: -(-p.stored // self.shards) for p in trained}
         for name, nbytes in sizes.items():
-            for number in range(int(ratio)):
+            for number, size in enumerate(self.workload.optimizer.state_sizes(nbytes)):
                 if ("state", name, number) not in self.tensors:
-                    self.tensors.make(("state", name, number), nbytes)
+                    self.tensors.make(("state", name, number), size)
         widens = self.is_mixed and not self.workload.engine.is_gradient_wide and self.has_buffer
         if self.workload.optimizer.is_foreach or widens:
             for name, nbytes in sizes.items():
@@ -325,16 +248,16 @@ class _Replay:
     # Forward.
 
     def _forward(self, number: int, part: range) -> None:
-        self._gather_forward(self.root)
+        self.fsdp.gather_forward(self.root)
         for index in part:
-            self._gather_forward(index)
+            self.fsdp.gather_forward(index)
             self._forward_of(number, index)
             if self.zero == 3 and index in self.groups and index != self.stays_gathered:
-                self._release_whole(index)
-        self._drop_buffers()
+                self.fsdp.release_whole(index)
+        self.fsdp.drop_buffers()
         self._finish(self.pending)
         if self.zero == 3 and self.setting.pp > 1:
-            self._release_whole(self.root)
+            self.fsdp.release_whole(self.root)
 
     def _forward_of(self, number: int, index: int) -> None:
         block = self.blocks[index]
@@ -389,17 +312,17 @@ class _Replay:
         syncs = self.wrapped and (self.zero >= 2 or (is_last and not is_pipeline))
         reshards = self.zero == 3 or (is_last and not is_pipeline)
         if self.wrapped and self.zero == 3:
-            self._gather_backward(self.root)
-            self._prefetch(self.root)
+            self.fsdp.gather_backward(self.root)
+            self.fsdp.prefetch(self.root)
         for index in reversed(part):
             if self.wrapped and self.zero == 3 and not self.blocks[index].is_glue:
-                self._gather_backward(index)
-                self._prefetch(index)
+                self.fsdp.gather_backward(index)
+                self.fsdp.prefetch(index)
             self._backward_of(number, index)
             if syncs and index in self.groups:
-                self._reduce(index, reshards)
+                self.fsdp.reduce(index, reshards)
         if syncs and self.root in self.groups:
-            self._reduce(self.root, reshards)
+            self.fsdp.reduce(self.root, reshards)
         for key in [k for k in self.gradients if k[0] == number]:
             if self.gradients[key][1] in part:
                 self.tensors.release(self.gradients.pop(key))
@@ -453,82 +376,3 @@ class _Replay:
                 if ("wide", parameter.name) not in self.tensors:
                     self.tensors.make(("wide", parameter.name), parameter.stored)
                 self.tensors.release(("grad", parameter.name))
-
-    # Gathers and reductions of FSDP2.
-
-    def _gather_forward(self, group: int) -> None:
-        if not self.wrapped or group not in self.groups or self._is_gathered(group):
-            return
-        earlier = self.last
-        if self.zero > 0 and self.setting.dp > 1:
-            self._gather(group)
-        self._make_whole(group)
-        if earlier is not None and earlier != group:
-            self.tensors.release(("buffer", earlier))
-
-    def _gather(self, group: int) -> None:
-        size = sum(p.gathered for p in self.groups[group])
-        if self.is_offloaded:
-            stored = sum(p.stored for p in self.groups[group])
-            self.tensors.make(("copied in",), -(-stored // self.shards), GATHER)
-        if self.is_mixed:
-            self.tensors.make(("cast",), size // self.setting.dp, GATHER)
-        self.tensors.make(("buffer", group), size, GATHER)
-        self.tensors.release(("cast",))
-        self.tensors.release(("copied in",))
-        self.last = group
-
-    def _is_gathered(self, group: int) -> bool:
-        return ("whole", self.groups[group][0].name) in self.tensors
-
-    def _make_whole(self, group: int) -> None:
-        if not self.workload.engine.copies_gathered:
-            # FSDP1 computes with views of what the collective filled.
-            key = ("whole", self.groups[group][0].name)
-            if ("buffer", group) in self.tensors:
-                self.tensors.rename(("buffer", group), key)
-            else:
-                self.tensors.make(key, sum(p.gathered for p in self.groups[group]), GATHER)
-            return
-        for parameter in self.groups[group]:
-            self.tensors.make(("whole", parameter.name), parameter.gathered)
-
-    def _release_whole(self, group: int) -> None:
-        for parameter in self.groups.get(group, ()):
-            self.tensors.release(("whole", parameter.name))
-
-    def _drop_buffers(self) -> None:
-        for group in self.groups:
-            self.tensors.release(("buffer", group))
-        self.last = None
-
-    def _gather_backward(self, group: int) -> None:
-        if group not in self.groups or self._is_gathered(group):
-            return
-        if ("buffer", group) not in self.tensors and self.setting.dp > 1:
-            self._gather(group)
-        self._make_whole(group)
-        self.tensors.release(("buffer", group))
-
-    def _prefetch(self, index: int) -> None:
-        earlier = next((i for i in reversed(range(index)) if i in self.groups), None)
-        if earlier is None or self.setting.dp == 1 or self._is_gathered(earlier):
-            return
-        if ("buffer", earlier) not in self.tensors:
-            self._gather(earlier)
-
-    def _reduce(self, group: int, reshards: bool) -> None:
-        if reshards:
-            self._release_whole(group)
-        self.tensors.release(("reduce input",))
-        trained = [p for p in self.groups[group] if p.is_trained]
-        size = sum(p.stored if self.is_mixed else p.gathered for p in trained)
-        self.tensors.make(("reduce input",), size)
-        for parameter in self.groups[group]:
-            self.tensors.release(("grad", parameter.name))
-            self.tensors.release(("wide", parameter.name))
-        shard = -(-size // self.shards)
-        if self.is_offloaded or ("shard", group) in self.tensors:
-            self.tensors.passing(shard, REDUCE)
-        else:
-            self.tensors.make(("shard", group), shard, REDUCE)

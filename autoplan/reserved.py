@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autoplan.block_work import memory_views
 from autoplan.costs import Pricer
 from autoplan.frontiers import Decision
 from autoplan.liveness import block_events
-from autoplan.replay import Parameter, ReplayedBlock, Reserved, replayed
+from autoplan.replay import Reserved, replayed
+from autoplan.replay_groups import Parameter, ReplayedBlock
 from autoplan.settings import Setting
+from autoplan.stage_bytes import batch_bytes, standing_bytes
 
 __all__ = ["reserved_memory"]
 
@@ -46,8 +49,8 @@ def reserved_memory(
             capacity_bytes=pricer.cluster.capacity_bytes,
             is_across=setting.dp * setting.tp > pricer.cluster.gpus_per_node,
             fixed_bytes=(
-                pricer.batch_bytes(setting),
-                pricer.standing_bytes(calls, decisions, setting.tp),
+                batch_bytes(pricer.trace, setting),
+                standing_bytes(pricer, calls, decisions, setting.tp),
             ),
         )
         found.append(run)
@@ -71,7 +74,7 @@ def _blocks(
 def _shared_part(pricer: Pricer, setting: Setting, call: int, decision: Decision) -> ReplayedBlock:
     """Return what is the same for all calls of a class under a decision."""
     base = pricer.base(pricer.trace.calls[call].block, decision, setting.tp)
-    local, later, recompute = pricer.memory_views(base.local, decision)
+    local, later, recompute = memory_views(base.local, decision, pricer.workload)
     return ReplayedBlock(
         events=block_events(local, recompute),
         accumulating=block_events(later, recompute, accumulating=True),

@@ -11,6 +11,7 @@ from autoplan.costs import TICK_S, Pricer
 from autoplan.frontiers import Decision
 from autoplan.graph import Trace
 from autoplan.interleaving import dealt, even_rank_ends, rank_cuts
+from autoplan.plan_prices import plan_price
 from autoplan.search.evaluate import block_options, stage_costs
 from autoplan.search.pipeline import solve_pipeline
 from autoplan.search.problem import (
@@ -21,7 +22,9 @@ from autoplan.search.problem import (
     Run,
     Status,
 )
+from autoplan.search_options import block_option
 from autoplan.settings import Setting
+from autoplan.stage_bytes import batch_bytes, side_bytes
 from autoplan.stage_ends import even_stage_ends, holders
 
 if TYPE_CHECKING:
@@ -128,7 +131,7 @@ def _repaired(
         if setting.virtual_stages > 1:
             solution = dealt(pricer.trace, problem, by_rank, setting.virtual_stages)
         chosen = [d[o] for d, o in zip(per_call, solution.options, strict=True)]
-        price = pricer.plan_price(setting, solution.ends, chosen)
+        price = plan_price(pricer, setting, solution.ends, chosen)
         totals = [cluster.total_bytes for cluster in stage_clusters(planner.cluster, setting)]
         excess = [m.peak - total for m, total in zip(price.memory, totals, strict=True)]
         if max(excess) <= 0:
@@ -204,7 +207,7 @@ def _calibrated(
     if setting.virtual_stages > 1:
         solution = dealt(pricer.trace, problem, solution, setting.virtual_stages)
     chosen = [d[o] for d, o in zip(per_call, solution.options, strict=True)]
-    price = pricer.plan_price(setting, solution.ends, chosen)
+    price = plan_price(pricer, setting, solution.ends, chosen)
     exact = [
         -(-(m.peak - cluster.reserved_bytes) // pricer.memory_unit)
         for m, cluster in zip(price.memory, stage_clusters(planner.cluster, setting), strict=True)
@@ -235,7 +238,9 @@ def pipeline_problem(
         per_call.append(decisions)
         is_last = call == len(pricer.trace.calls) - 1
         options = tuple(
-            _by_rank(pricer.option(call, d, setting, live[-1] if is_last else live[0]), setting)
+            _by_rank(
+                block_option(pricer, call, d, setting, live[-1] if is_last else live[0]), setting
+            )
             for d in decisions
         )
         key = (trace_call.block, options)
@@ -275,7 +280,7 @@ def _pipeline(
     crossing = max(pricer.trace.crossing_bytes, default=0) if setting.pp > 1 else 0
     if is_sliced:
         crossing = -(-crossing // setting.tp)
-    side = pricer.side_bytes(range(num_calls), fastest, setting.tp)
+    side = side_bytes(pricer, range(num_calls), fastest, setting.tp)
     grain, once_grain = _grains(runs, setting)
     fixed, boundary = [], []
     v = setting.virtual_stages
@@ -283,7 +288,7 @@ def _pipeline(
     for stage in range(setting.pp):
         neighbours = 2 * v - (stage == 0) - (stage == setting.pp - 1)
         transfer = crossing * v * _transfer_copies(setting, stage, live[stage])
-        nbytes = side * v * live[stage] + pricer.batch_bytes(setting) + transfer
+        nbytes = side * v * live[stage] + batch_bytes(pricer.trace, setting) + transfer
         fixed.append(-(-nbytes // unit))
         seconds = neighbours * slowest_cut_s + 2 * v * pricer.action_s(setting)
         boundary.append(-int(-seconds // TICK_S))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from autoplan.frontiers import Decision
 from autoplan.limits import LIMITED_KEYS, Limits
 from autoplan.plan import Recompute, Simpler
+from autoplan.plan_prices import plan_price
 from autoplan.settings import Setting, settings_of
 from autoplan.stage_ends import even_stage_ends, holders
 
@@ -129,7 +130,7 @@ def price_strategy(planner: Planner, name: str, setting: Setting, recompute: str
     pricer = planner.pricer(setting.microbatch_size)
     ends = even_stage_ends(pricer.trace, setting.pp * setting.virtual_stages)
     decisions = simple_decisions(planner, setting, recompute, lean=setting.tp > 1)
-    price = pricer.plan_price(setting, ends, decisions)
+    price = plan_price(pricer, setting, ends, decisions)
     row = Simpler(
         name=name,
         fits=all(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autoplan.call_prices import host_seconds, overlaps, zero_seconds
 from autoplan.costs import Pricer
 from autoplan.frontiers import Decision
 from autoplan.settings import Setting
+from autoplan.stage_bytes import batch_bytes, part_bytes, stage_blocks
 from autoplan.stage_costs import BlockCosts, BlockSeconds, PlanCosts, StageCosts
 from autoplan.step_costs import data_parallel_link, interference, regathers, slowdown_s
 
@@ -31,7 +33,7 @@ def plan_costs(
     for stage, calls in enumerate(spans):
         on_stage = pricer.on_stage(setting, stage % setting.pp)
         chosen = [decisions[c] for c in calls]
-        sizes = pricer.stage_blocks(calls, chosen, setting)
+        sizes = stage_blocks(pricer, calls, chosen, setting)
         own = [
             BlockCosts(seconds=_seconds(on_stage, setting, c, decisions[c]), bytes=nbytes)
             for c, nbytes in zip(calls, sizes, strict=True)
@@ -40,7 +42,7 @@ def plan_costs(
         blocks = tuple(
             _named(names, _title(pricer, c), block) for c, block in zip(calls, own, strict=True)
         )
-        part = pricer.part_bytes(setting, stage, spans, chosen)
+        part = part_bytes(pricer, setting, stage, spans, chosen)
         is_sliced = chosen[0].is_sequence_parallel
         stages.append(
             StageCosts(
@@ -49,7 +51,7 @@ def plan_costs(
                 if stage < len(spans) - 1
                 else 0.0,
                 side_bytes=part.side,
-                input_bytes=pricer.batch_bytes(setting),
+                input_bytes=batch_bytes(pricer.trace, setting),
                 entering_bytes=part.entering,
                 leaving_bytes=part.leaving,
             )
@@ -58,7 +60,7 @@ def plan_costs(
     return PlanCosts(
         blocks={name: block for block, name in names.items()},
         stages=tuple(stages),
-        overlaps=pricer.overlaps(setting),
+        overlaps=overlaps(setting, pricer.cluster),
         state_bytes_per_byte=optimizer.state_bytes_per_byte,
         is_foreach=optimizer.is_foreach,
         reserve_bytes=pricer.cluster.reserved_bytes,
@@ -87,10 +89,13 @@ def _seconds(pricer: Pricer, setting: Setting, call: int, decision: Decision) ->
     block = pricer.trace.calls[call].block
     base = pricer.base(block, decision, setting.tp)
     group = pricer.own_group(call, decision, setting)
-    gather_s, reduce_s = pricer.zero_seconds(group, setting)
-    host_forward_s, host_backward_s = pricer.host_seconds(base, group, setting)
+    timer = pricer.timer(setting.tp)
+    gather_s, reduce_s = zero_seconds(group, setting, pricer.workload, timer)
+    host_forward_s, host_backward_s = host_seconds(
+        base, group, setting, pricer.workload, pricer.cluster
+    )
     slow_forward_s = slow_backward_s = 0.0
-    if pricer.overlaps(setting):
+    if overlaps(setting, pricer.cluster):
         gathered_s = gather_s if setting.zero_stage == 3 else 0.0
         is_gathered_again = regathers(setting, is_glue=pricer.trace.blocks[block].is_glue)
         regathered_s = gather_s if is_gathered_again else 0.0

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autoplan.cluster import Cluster
-from autoplan.memory import GroupBytes, uses_fsdp
 from autoplan.meshes import stride_of
 from autoplan.offload import copy_in_s, copy_out_s
 from autoplan.profiles.link import LinkProfile
+from autoplan.resident import uses_fsdp
 from autoplan.settings import Setting, Workload
+from autoplan.stage_costs import GroupBytes
 
 __all__ = [
     "INTERFERENCE",

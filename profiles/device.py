@@ -1,20 +1,23 @@
 """DeviceProfile: what one device can hold and how fast it computes, with the source of each number.
 
-A lookup answers with a time and how it was found. Inside a table rates are interpolated in log
-space; outside, the nearest rate holds under a roofline (Williams, Waterman and Patterson 2009); a
-dtype without a table borrows the efficiency of one that has. No kernel is faster than its launch.
+A look-up answers with a time and how it was found (`autoplan.profiles.lookups`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
-from autoplan.errors import ProfileError
 from autoplan.profiles.host import HostSeconds
 from autoplan.profiles.link import LinkProfile
+from autoplan.profiles.lookups import (
+    ITEM_BYTES,
+    attention_time_s,
+    check_sizes,
+    class_points,
+    gemm_time_s,
+    memory_time_s,
+)
 from autoplan.profiles.origin import (
     SCHEMA_VERSION,
     Origin,
@@ -23,33 +26,16 @@ from autoplan.profiles.origin import (
     check_schema_version,
 )
 from autoplan.profiles.tables import (
-    ATTENTION_DIRECTIONS,
-    GEMM_DIRECTIONS,
     AttentionDirection,
     AttentionTable,
     GemmDirection,
     GemmTable,
-    How,
     Lookup,
     MemoryTable,
     OpClassTable,
-    RatePoints,
-    TimeCurve,
 )
 
-__all__ = ["ITEM_BYTES", "DeviceProfile"]
-
-ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "tf32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8": 1,
-}
-
-UNMEASURED_EFFICIENCY = 0.5  # of peak, where no table of any dtype exists; pessimistic on purpose
-BACKWARD_FLOPS_RATIO = 2.5  # five products for two, flash attention backward: Dao 2023, section 4.1
+__all__ = ["DeviceProfile"]
 
 # One number each; tables carry their origin themselves.
 _SCALAR_FIELDS = (
@@ -186,7 +172,7 @@ class DeviceProfile:
             ProfileError: if the profile has no such dtype or direction; names what exists.
             ValueError: if a size is below 0.
         """
-        return _gemm_time_s(self, m, n, k, batch, dtype, direction)
+        return gemm_time_s(self, m, n, k, batch, dtype, direction)
 
     def attention_time_s(
         self,
@@ -218,7 +204,7 @@ class DeviceProfile:
             ProfileError: if the profile has no such dtype or direction; names what exists.
             ValueError: if a size is below 0.
         """
-        return _attention_time_s(
+        return attention_time_s(
             self, batch, heads, seq_q, seq_k, head_dim, causal, dtype, direction, flops, kernel
         )
 
@@ -232,7 +218,7 @@ class DeviceProfile:
         Raises:
             ValueError: if `nbytes` < 0.
         """
-        return _memory_time_s(self, nbytes, kernel)
+        return memory_time_s(self, nbytes, kernel)
 
     def op_class_time_s(
         self, op_class: str, rows: int, width: int, *, dtype: str, direction: AttentionDirection
@@ -245,7 +231,7 @@ class DeviceProfile:
             dtype: of its input.
             direction: forward or backward.
         """
-        points = _class_points(self, op_class, dtype, direction)
+        points = class_points(self, op_class, dtype, direction)
         if points is None or rows * width == 0:
             return None
         rate, how = points.rate(rows, width, 1)
@@ -254,8 +240,8 @@ class DeviceProfile:
     def optimizer_time_s(self, nbytes: float) -> Lookup:
         """Return the time of an optimizer step that reads and writes `nbytes` in all."""
         if self.optimizer_bytes_per_s is None:
-            return _memory_time_s(self, nbytes, "")
-        _check_sizes(nbytes=nbytes)
+            return memory_time_s(self, nbytes, "")
+        check_sizes(nbytes=nbytes)
         if nbytes == 0:
             return Lookup(time_s=0.0, how="measured")
         time_s = max(self.launch_overhead_s, nbytes / self.optimizer_bytes_per_s)
@@ -325,174 +311,3 @@ class DeviceProfile:
         used = {table.dtype for table in self.gemm} | {table.dtype for table in self.attention}
         for dtype in sorted(used - set(self.peak_flops_per_s)):
             raise ValueError(f"dtype: a table has {dtype!r}, peak_flops_per_s has not")
-
-
-def _check_sizes(**sizes: float) -> None:
-    for name, size in sizes.items():
-        if size < 0:
-            raise ValueError(f"{name} must be at least 0, got {size}")
-
-
-def _check_known(
-    profile: DeviceProfile, dtype: str, direction: str, directions: tuple[str, ...]
-) -> None:
-    if dtype not in profile.peak_flops_per_s:
-        raise ProfileError(
-            f"profile {profile.name} has no dtype {dtype!r}: it has "
-            f"{', '.join(profile.peak_flops_per_s)}; choose one or profile the device again"
-        )
-    if direction not in directions:
-        raise ProfileError(f"unknown direction {direction!r}: allowed are {', '.join(directions)}")
-
-
-@lru_cache(maxsize=65536)
-def _gemm_time_s(
-    profile: DeviceProfile,
-    m: int,
-    n: int,
-    k: int,
-    batch: int,
-    dtype: str,
-    direction: GemmDirection,
-) -> Lookup:
-    _check_known(profile, dtype, direction, GEMM_DIRECTIONS)
-    _check_sizes(m=m, n=n, k=k, batch=batch)
-    flops = 2.0 * batch * m * n * k
-    if flops == 0:
-        return Lookup(time_s=0.0, how="measured")
-    nbytes = float(batch * (m * k + k * n + m * n) * ITEM_BYTES[dtype])
-    points, ratio = _rate_points(profile, "gemm", dtype, direction, None)
-    return _compute_time(profile, points, ratio, (batch * m, n, k), flops, nbytes, dtype)
-
-
-@lru_cache(maxsize=65536)
-def _attention_time_s(
-    profile: DeviceProfile,
-    batch: int,
-    heads: int,
-    seq_q: int,
-    seq_k: int,
-    head_dim: int,
-    causal: bool,
-    dtype: str,
-    direction: AttentionDirection,
-    flops: float | None,
-    kernel: str,
-) -> Lookup:
-    _check_known(profile, dtype, direction, ATTENTION_DIRECTIONS)
-    _check_sizes(batch=batch, heads=heads, seq_q=seq_q, seq_k=seq_k, head_dim=head_dim)
-    if flops is None:
-        flops = 4.0 * batch * heads * seq_q * seq_k * head_dim
-        flops *= BACKWARD_FLOPS_RATIO if direction == "backward" else 1.0
-    if flops == 0:
-        return Lookup(time_s=0.0, how="measured")
-    # Queries and outputs, keys and values once; their gradients too in backward.
-    nbytes = 2.0 * batch * heads * (seq_q + seq_k) * head_dim * ITEM_BYTES[dtype]
-    nbytes *= 2.0 if direction == "backward" else 1.0
-    seq = max(1, round(math.sqrt(seq_q * seq_k)))
-    points, ratio = _rate_points(profile, "attention", dtype, direction, causal, kernel)
-    work = flops / 2 if causal else flops
-    return _compute_time(
-        profile, points, ratio, (seq, head_dim, batch * heads), work, nbytes, dtype
-    )
-
-
-def _compute_time(
-    profile: DeviceProfile,
-    points: RatePoints | None,
-    dtype_ratio: float,
-    shape: tuple[int, int, int],
-    flops: float,
-    nbytes: float,
-    dtype: str,
-) -> Lookup:
-    """Return the roofline max(flops / rate, nbytes / bandwidth, launch) at the rate of a shape."""
-    rate = profile.peak_flops_per_s[dtype] * UNMEASURED_EFFICIENCY
-    how: How = "roofline"
-    bytes_per_s = _stream_bytes_per_s(profile)
-    if points is not None:
-        found, found_how = points.rate(*shape)
-        rate, how = found * dtype_ratio, found_how if dtype_ratio == 1.0 else "roofline"
-        if how in ("measured", "interpolated"):
-            # The rows already contain what memory costs; only physics bounds them.
-            bytes_per_s = profile.memory_bandwidth_bytes_per_s
-    times = [flops / rate, profile.launch_overhead_s]
-    if how != "measured":
-        times.append(nbytes / bytes_per_s)
-    return Lookup(time_s=max(times), how=how)
-
-
-@lru_cache(maxsize=65536)
-def _memory_time_s(profile: DeviceProfile, nbytes: float, kernel: str) -> Lookup:
-    _check_sizes(nbytes=nbytes)
-    if nbytes == 0:
-        return Lookup(time_s=0.0, how="measured")
-    curve = _memory_curve(profile, kernel) or _memory_curve(profile, "")
-    how: How = "roofline"
-    if curve is None:
-        time_s = nbytes / _stream_bytes_per_s(profile)
-    else:
-        time_s, how = curve.time_s(nbytes)
-    return Lookup(time_s=max(time_s, profile.launch_overhead_s), how=how)
-
-
-@lru_cache(maxsize=1024)
-def _class_points(
-    profile: DeviceProfile, op_class: str, dtype: str, direction: str
-) -> RatePoints | None:
-    wanted = (op_class, dtype, direction)
-    rows = [
-        (count, width, 1, rate)
-        for table in profile.op_classes
-        if (table.op_class, table.dtype, table.direction) == wanted
-        for count, width, rate in table.rows
-    ]
-    return RatePoints(rows) if rows else None
-
-
-@lru_cache(maxsize=1024)
-def _memory_curve(profile: DeviceProfile, kernel: str) -> TimeCurve | None:
-    tables = [table for table in profile.memory_bound if table.kernel == kernel]
-    rows = [(nbytes, nbytes / rate) for table in tables for nbytes, rate in table.rows]
-    return TimeCurve(rows) if rows else None
-
-
-@lru_cache(maxsize=1024)
-def _stream_bytes_per_s(profile: DeviceProfile) -> float:
-    """Return the bandwidth that the largest measured memory-bound kernel reaches."""
-    curve = _memory_curve(profile, "")
-    if curve is None:
-        return profile.memory_bandwidth_bytes_per_s * UNMEASURED_EFFICIENCY
-    nbytes, time_s = curve.last
-    return nbytes / time_s
-
-
-@lru_cache(maxsize=4096)
-def _rate_points(
-    profile: DeviceProfile,
-    kind: str,
-    dtype: str,
-    direction: str,
-    causal: bool | None,
-    kernel: str = "",
-) -> tuple[RatePoints | None, float]:
-    """Return the table of a dtype, or that of the dtype nearest in peak, and the ratio of peaks."""
-    tables: tuple[GemmTable | AttentionTable, ...] = (
-        profile.gemm if kind == "gemm" else profile.attention
-    )
-    rows_by_dtype: dict[str, list[tuple[int, int, int, float]]] = {}
-    kernels = [getattr(table, "kernel", "") for table in tables]
-    wanted = kernel if kernel in kernels else next(iter(kernels), "")
-    for table, own in zip(tables, kernels, strict=True):
-        if own != wanted:
-            continue
-        if table.direction == direction and getattr(table, "causal", None) == causal:
-            rows_by_dtype.setdefault(table.dtype, []).extend(table.rows)
-    if not rows_by_dtype:
-        return None, 1.0
-    peaks = profile.peak_flops_per_s
-    nearest = min(
-        rows_by_dtype, key=lambda d: (d != dtype, abs(math.log(peaks[d] / peaks[dtype])), d)
-    )
-    ratio = 1.0 if nearest == dtype else peaks[dtype] / peaks[nearest]
-    return RatePoints(rows_by_dtype[nearest]), ratio

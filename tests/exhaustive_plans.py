@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations, product
 
+from autoplan.plan_prices import plan_price
 from autoplan.planner import Planner
 from autoplan.settings import Setting
 
@@ -36,7 +37,7 @@ def fastest_of_setting(planner: Planner, setting: Setting) -> float | None:
     best: float | None = None
     for cuts in combinations(range(1, len(calls)), setting.pp - 1):
         for decisions in combinations_of_decisions:
-            price = pricer.plan_price(setting, (*cuts, len(calls)), decisions)
+            price = plan_price(pricer, setting, (*cuts, len(calls)), decisions)
             fits = price.peak_memory_bytes <= planner.cluster.total_bytes
             if fits and (best is None or price.step_time_s < best):
                 best = price.step_time_s

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from autoplan.cluster import Cluster
 from autoplan.graph import Trace
 from autoplan.plan import Plan, SearchRecord
+from autoplan.plan_prices import plan_price
 from autoplan.planner import Planner
 from autoplan.profiles import (
     AttentionTable,
@@ -360,7 +361,7 @@ def plain_need_bytes(chain: ChainSpec, workload: Workload) -> int:
         schedule="none",
     )
     plain = [pricer.plain_decision(call.block, 1) for call in pricer.trace.calls]
-    return pricer.plan_price(setting, [len(plain)], plain).peak_memory_bytes
+    return plan_price(pricer, setting, [len(plain)], plain).peak_memory_bytes
 
 
 @st.composite

@@ -16,6 +16,7 @@ from autoplan.optimizing import find_plan
 from autoplan.plan import Plan, Recompute
 from autoplan.planner import Planner
 from autoplan.remedies import least_memory
+from autoplan.stage_bytes import stage_blocks
 from autoplan.verifier import verify_plan
 from tests.models_for_tests import LinearChain, mean_square
 from tests.small_traces import BodySpec, ChainSpec, planner_of, workload_of
@@ -70,7 +71,7 @@ def test_host_bytes_are_all_states_once_over_the_ranks() -> None:
     pricer = made.pricer(setting.microbatch_size)
     calls = range(len(pricer.trace.calls))
     decisions = [pricer.plain_decision(pricer.trace.calls[c].block, 1) for c in calls]
-    groups = [b.group for b in pricer.stage_blocks(calls, decisions, setting)]
+    groups = [b.group for b in stage_blocks(pricer, calls, decisions, setting)]
     stored = sum(g.stored for g in groups)
     # AdamW: a gradient and two moments beside each parameter, all of one size, all trained.
     assert host_bytes(groups, setting, made.workload) == 4 * stored // 2

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import autoplan
 from autoplan import codec
-from autoplan.costs import PlanPrice
 from autoplan.frontiers import Decision
 from autoplan.plan import Plan
+from autoplan.plan_prices import PlanPrice, plan_price
 from autoplan.planner import make_planner
 from autoplan.profiles import load_profile
 from autoplan.settings import Setting
@@ -96,7 +96,7 @@ def price_again(plan: Plan, profile: str, *, is_tiny: bool = False) -> PlanPrice
         for b in plan.stages[0].blocks
     ]
     pricer = planner.pricer(plan.microbatch_size)
-    return pricer.plan_price(setting, [len(decisions)], decisions)
+    return plan_price(pricer, setting, [len(decisions)], decisions)
 
 
 def _compare(results: Results, profile: str) -> Mapping[str, float]:

@@ -1,0 +1,158 @@
+"""What a way to run a block costs by itself, whatever the setting around it: work and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from autoplan.frontiers import Decision
+from autoplan.fusion import fused_kernels, joined, with_narrow_operands
+from autoplan.inner_recompute import folded
+from autoplan.liveness import BlockMemory, block_memory, needed_marks, redone_ops
+from autoplan.local import LocalBlock, LocalOp
+from autoplan.losses import with_loss
+from autoplan.offload import away_s
+from autoplan.plan import Recompute
+from autoplan.settings import Workload
+from autoplan.times import OpTime, Timer
+
+__all__ = ["BlockWork", "make_work", "memory_views"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockWork:
+    """What a decision costs by itself at a tensor-parallel degree.
+
+    `away_s`: of copying what is saved to the host in the forward, or back in the backward.
+
+    Its memory is walked when it is first asked for: a bound of the time does not need it.
+    """
+
+    local: LocalBlock
+    views: tuple[LocalBlock, LocalBlock]
+    recompute: Recompute
+    compute_forward_s: float
+    compute_backward_s: float
+    comm_forward_s: float
+    comm_backward_s: float
+    summed_s: float
+    redo_s: float
+    redo_comm_s: float
+    weight_backward_s: float
+    deferred_bytes: int
+    away_s: float
+    host_forward_s: float = 0.0
+    host_backward_s: float = 0.0
+
+    @property
+    def forward_s(self) -> float:
+        """Return seconds of one micro-batch's forward, without data-parallel collectives."""
+        return self.compute_forward_s + self.comm_forward_s + self.away_s
+
+    @property
+    def backward_s(self) -> float:
+        """Return seconds of its backward, what runs again included, without them likewise."""
+        return self.compute_backward_s + self.comm_backward_s + self.redo_s + self.away_s
+
+    @cached_property
+    def memory(self) -> BlockMemory:
+        """Return the bytes of a step's first micro-batch."""
+        return block_memory(self.views[0], self.recompute)
+
+    @cached_property
+    def accumulating(self) -> BlockMemory:
+        """Return the bytes of a later micro-batch."""
+        return block_memory(self.views[1], self.recompute, accumulating=True)
+
+
+def make_work(local: LocalBlock, decision: Decision, timer: Timer, workload: Workload) -> BlockWork:
+    """Return what a decision costs for a block as one rank runs it."""
+    times = _op_times(local, timer, workload)
+    states = {state.name for state in local.block.states}
+    summed = [times[op.name] for op in local.ops if op.op is None and op.inputs[0] in states]
+    host = timer.device.host
+    is_redone = decision.recompute.mode in ("full", "selective")
+    redone = [times[op.name] for op in redone_ops(local, decision.recompute)]
+    redone += [times[name] for name in decision.inner if decision.recompute.mode == "none"]
+    kept, accumulating, recompute = memory_views(local, decision, workload)
+    return BlockWork(
+        local=local,
+        views=(kept, accumulating),
+        recompute=recompute,
+        compute_forward_s=sum(t.forward_s for t in times.values()),
+        compute_backward_s=sum(t.backward_s for t in times.values()),
+        comm_forward_s=sum(t.forward_comm_s for t in times.values()),
+        comm_backward_s=sum(t.backward_comm_s for t in times.values())
+        - sum(t.backward_comm_s for t in summed),
+        summed_s=sum(t.backward_comm_s for t in summed),
+        redo_s=sum(t.forward_s + t.forward_comm_s for t in redone)
+        + is_redone * _region_s(local, decision, timer),
+        redo_comm_s=sum(t.forward_comm_s for t in redone),
+        deferred_bytes=sum(op.value_bytes for op in local.ops if op.parameter_grads),
+        host_forward_s=len(local.ops) * host.op_forward,
+        host_backward_s=sum(bool(op.grads or op.parameter_grads) for op in local.ops)
+        * host.op_backward
+        + len(redone) * host.op_forward
+        + is_redone * host.region,
+        weight_backward_s=sum(
+            times[op.name].backward_s / 2 for op in local.ops if _has_weight_gradient(op)
+        ),
+        away_s=away_s(local, timer.cluster) if decision.recompute.mode == "offload" else 0.0,
+    )
+
+
+def _region_s(local: LocalBlock, decision: Decision, timer: Timer) -> float:
+    """Return seconds of the host around a recomputed region, where kernels run on the host."""
+    host = timer.host
+    runs = 2 if decision.recompute.mode == "selective" else 0
+    return host.region + runs * len(local.ops) * host.marked_op
+
+
+def memory_views(
+    local: LocalBlock, decision: Decision, workload: Workload
+) -> tuple[LocalBlock, LocalBlock, Recompute]:
+    """Return a block as its tensors live under the engine, and what its marks really keep.
+
+    The first is of a step's first micro-batch, the second of later ones.
+    """
+    engine, recompute = workload.engine, decision.recompute
+    kept = with_loss(folded(local, decision.inner), engine.loss)
+    if workload.is_compiled and not local.block.is_glue:
+        kept = joined(kept)
+        recompute = needed_marks(kept, recompute)
+        if workload.product_dtype is not None:
+            kept = with_narrow_operands(kept)
+    is_fused = engine.has_gradient_buffer and engine.fuses_gradients and not local.block.is_glue
+    return kept, _without_gradients(kept) if is_fused else kept, recompute
+
+
+def _op_times(local: LocalBlock, timer: Timer, workload: Workload) -> dict[str, OpTime]:
+    """Return the seconds of each op; a joint kernel counts with its first."""
+    times = {op.name: timer.op_time(op) for op in local.ops}
+    is_compiled = workload.is_compiled and (
+        workload.engine.compiles_glue or not local.block.is_glue
+    )
+    for kernel in fused_kernels(local) if is_compiled else ():
+        if len(kernel.ops) > 1:
+            times |= dict.fromkeys(kernel.ops, OpTime(forward_s=0.0, backward_s=0.0))
+            times[kernel.ops[0]] = OpTime(
+                forward_s=timer.memory_s(kernel.forward_bytes),
+                backward_s=timer.memory_s(kernel.backward_bytes),
+            )
+    return times
+
+
+def _has_weight_gradient(op: LocalOp) -> bool:
+    """Return whether an op's backward is two equal products, one of them for its weights."""
+    traced = op.op
+    return (
+        traced is not None
+        and traced.kind == "gemm"
+        and traced.forward_flops > 0
+        and round(traced.backward_flops / traced.forward_flops) >= 2
+    )
+
+
+def _without_gradients(local: LocalBlock) -> LocalBlock:
+    """Return a block whose products add their weight gradients to a buffer as they make them."""
+    return replace(local, ops=tuple(replace(op, parameter_grads=()) for op in local.ops))

@@ -1,0 +1,179 @@
+"""Seconds of a block under a setting: its work, and what data parallelism and the optimizer add."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoplan.block_work import BlockWork
+from autoplan.cluster import Cluster
+from autoplan.offload import host_optimizer_s
+from autoplan.settings import Setting, Workload
+from autoplan.stage_costs import GroupBytes
+from autoplan.step_costs import (
+    copy_bytes,
+    data_parallel_link,
+    data_parallel_times,
+    exposed_s,
+    interference,
+    is_wrapped,
+    optimizer_bytes,
+    regathers,
+)
+from autoplan.times import Timer, overlaps_communication
+
+__all__ = ["BlockPrice", "call_price", "host_seconds", "overlaps", "zero_seconds"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPrice:
+    """Seconds of one micro-batch of a block, and of once a step, by category.
+
+    Attributes:
+        forward_s, backward_s: of one micro-batch, everything included.
+        once_s: of once a step: the optimizer, and reductions that happen once.
+        by_category: of a micro-batch: compute, recompute, tensor_parallel, zero.
+        once_by_category: of a step: zero, optimizer.
+    """
+
+    forward_s: float
+    backward_s: float
+    once_s: float
+    by_category: dict[str, float]
+    once_by_category: dict[str, float]
+
+
+def call_price(
+    work: BlockWork, group: GroupBytes, setting: Setting, workload: Workload, timer: Timer
+) -> BlockPrice:
+    """Return the seconds of a call of a block.
+
+    Args:
+        work: of the block as it is decided.
+        group: the parameters that the call gathers, reduces and updates.
+        setting: degrees and sizes.
+        workload: optimizer, precision and engine.
+        timer: of the tensor-parallel degree.
+    """
+    cluster = timer.cluster
+    comm = data_parallel_times(group, setting, workload, cluster)
+    is_gathered_again = regathers(setting, is_glue=work.local.block.is_glue)
+    regather_s = comm.gather_s if is_gathered_again else 0.0
+    forward, backward = work.forward_s, work.backward_s
+    # Gradients of whole parameters that see slices of tokens: summed once into a buffer.
+    has_buffer = workload.engine.has_gradient_buffer
+    summed_s = work.summed_s if has_buffer else 0.0
+    tensor_s = work.comm_forward_s + work.comm_backward_s + work.summed_s - summed_s
+    backward += work.summed_s - summed_s
+    again_s = regather_s + comm.reduce_s
+    copy_f, copy_b, copy_once = _copy_times(group, setting, workload, timer, is_gathered_again)
+    once_zero_s = comm.once_gather_s + comm.once_reduce_s
+    if overlaps(setting, cluster):
+        slowed = interference(data_parallel_link(setting, cluster))
+        exposed_f = exposed_s(comm.gather_s, forward, slowed)
+        exposed_b = exposed_s(again_s, backward, slowed)
+        if workload.engine.overlaps_reduction:
+            once_zero_s = exposed_s(comm.once_gather_s, forward, slowed)
+            once_zero_s += exposed_s(comm.once_reduce_s, backward, slowed)
+    else:
+        exposed_f, exposed_b = comm.gather_s, again_s
+    exposed_f, exposed_b = exposed_f + copy_f, exposed_b + copy_b
+    host_f, host_b = host_seconds(work, group, setting, workload, cluster)
+    forward, backward = forward + host_f, backward + host_b
+    once_zero_s += copy_once
+    optimizer_s = _optimizer_s(group, setting, workload, timer)
+    return BlockPrice(
+        forward_s=forward + exposed_f,
+        backward_s=backward + exposed_b,
+        once_s=once_zero_s + optimizer_s + summed_s,
+        by_category={
+            "compute": work.compute_forward_s + work.compute_backward_s + host_f + host_b,
+            "recompute": work.redo_s,
+            **({"offload": 2 * work.away_s} if work.away_s else {}),
+            "tensor_parallel": tensor_s,
+            "zero": exposed_f + exposed_b,
+        },
+        once_by_category={
+            "zero": once_zero_s,
+            "optimizer": optimizer_s,
+            "tensor_parallel": summed_s,
+        },
+    )
+
+
+def _copy_times(
+    group: GroupBytes, setting: Setting, workload: Workload, timer: Timer, is_gathered_again: bool
+) -> tuple[float, float, float]:
+    """Return seconds around collectives: forward, backward, once a step."""
+    gather, reduce = _around_collectives(group, setting, workload, timer)
+    if setting.zero_stage == 3:
+        return gather, gather * is_gathered_again + reduce, 0.0
+    if setting.zero_stage == 2:
+        return 0.0, reduce, gather
+    return 0.0, 0.0, gather + reduce
+
+
+def _around_collectives(
+    group: GroupBytes, setting: Setting, workload: Workload, timer: Timer
+) -> tuple[float, float]:
+    """Return seconds of copies and of the host around one gather and one reduction."""
+    gather, reduce = map(timer.memory_s, copy_bytes(group, setting, workload))
+    if is_wrapped(group, setting, workload):
+        gather, reduce = gather + timer.host.gather, reduce + timer.host.reduce
+    return gather, reduce
+
+
+def host_seconds(
+    work: BlockWork, group: GroupBytes, setting: Setting, workload: Workload, cluster: Cluster
+) -> tuple[float, float]:
+    """Return seconds that the host adds to a block's forward and to its backward.
+
+    Hooks of FSDP, where kernels run on the host; ops have theirs in their own times. A host
+    beside the device adds what it takes longer than the device: a step that is bound by
+    launches lasts as long as they do.
+    """
+    hooks_s = is_wrapped(group, setting, workload) * cluster.device.host.sharded_block
+    if not overlaps_communication(cluster):
+        return hooks_s / 2, hooks_s / 2
+    forward_s, backward_s = (
+        work.host_forward_s + hooks_s / 2,
+        work.host_backward_s + hooks_s / 2,
+    )
+    return max(0.0, forward_s - work.forward_s), max(0.0, backward_s - work.backward_s)
+
+
+def zero_seconds(
+    group: GroupBytes, setting: Setting, workload: Workload, timer: Timer
+) -> tuple[float, float]:
+    """Return seconds of one gather of a group's parameters and one reduction of its gradients.
+
+    Copies around them included. Stage 0 never gathers and all-reduces; the others
+    reduce-scatter.
+    """
+    comm = data_parallel_times(group, setting, workload, timer.cluster)
+    gather, reduce = _around_collectives(group, setting, workload, timer)
+    return (
+        comm.gather_s + comm.once_gather_s + gather,
+        comm.reduce_s + comm.once_reduce_s + reduce,
+    )
+
+
+def overlaps(setting: Setting, cluster: Cluster) -> bool:
+    """Return whether gathers and reductions run beside the computation.
+
+    FSDP over one device copies its parameters in on the stream that computes.
+    """
+    return overlaps_communication(cluster) and (setting.dp > 1 or setting.offload == "none")
+
+
+def _optimizer_s(group: GroupBytes, setting: Setting, workload: Workload, timer: Timer) -> float:
+    traffic = optimizer_bytes(group, setting, workload)
+    if traffic == 0:
+        return 0.0
+    cluster, device = timer.cluster, timer.device
+    kernels_s = timer.tally.add(device.optimizer_time_s(traffic))
+    launches_s = group.trained_tensors * device.host.optimizer_tensor
+    is_beside = overlaps_communication(cluster)
+    device_s = max(kernels_s, launches_s) if is_beside else kernels_s + launches_s
+    # Kernels are launched by the same host: a step there is never faster than their launches.
+    is_offloaded = setting.offload != "none"
+    return max(device_s, host_optimizer_s(traffic, cluster)) if is_offloaded else device_s

@@ -1,0 +1,128 @@
+"""The exact price of a decided plan: seconds of its pipeline and bytes of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from autoplan.costs import Pricer
+from autoplan.frontiers import Decision
+from autoplan.memory import StageMemory
+from autoplan.settings import Setting
+from autoplan.stage_bytes import rank_memory
+from autoplan.step_costs import pipeline_step_s
+
+__all__ = ["PlanPrice", "plan_price"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanPrice:
+    """A fully decided plan: its step time, and time and memory of each rank of the pipeline."""
+
+    step_time_s: float
+    stage_time_s: tuple[float, ...]
+    time_by_category: dict[str, float]
+    memory: tuple[StageMemory, ...]
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """Return the largest peak over stages."""
+        return max(stage.peak for stage in self.memory)
+
+
+def plan_price(
+    pricer: Pricer, setting: Setting, ends: Sequence[int], decisions: Sequence[Decision]
+) -> PlanPrice:
+    """Return the exact price of a decided plan.
+
+    Args:
+        setting: degrees and sizes.
+        ends: per stage the index after its last call; stage s is on rank s % pp.
+        decisions: one per call.
+
+    Returns:
+        Step time: that of the pipeline and the slowest once-a-step part.
+    """
+    spans = [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
+    rank_s, weights_s, memories, once = [], [], [], []
+    stage_s = [0.0] * len(spans)
+    totals: dict[str, float] = dict.fromkeys(
+        ("compute", "recompute", "tensor_parallel", "zero", "optimizer", "pipeline"), 0.0
+    )
+    m = setting.num_microbatches
+    slowest: tuple[float, dict[str, float]] = (-1.0, {})
+    for rank in range(setting.pp):
+        device = pricer.on_stage(setting, rank)
+        own = range(rank, len(spans), setting.pp)
+        calls = [call for stage in own for call in spans[stage]]
+        prices = [device.price(c, decisions[c], setting) for c in calls]
+        transfer = 0.0
+        for stage in own:
+            sent_s = _stage_transfer_s(pricer, setting, stage, spans, decisions)
+            transfer += sent_s
+            each = (device.price(c, decisions[c], setting) for c in spans[stage])
+            stage_s[stage] = sum(p.forward_s + p.backward_s for p in each) + sent_s
+        seconds = sum(p.forward_s + p.backward_s for p in prices) + transfer
+        rank_s.append(seconds)
+        weights_s.append(_weights_s(pricer, setting, calls, decisions))
+        once.append(sum(p.once_s for p in prices))
+        by_category = _summed(p.by_category for p in prices)
+        if seconds > slowest[0]:
+            slowest = (seconds, {**by_category, "pipeline": transfer})
+        memories.append(rank_memory(device, setting, rank, spans, decisions))
+    by_stage = stage_s if setting.virtual_stages > 1 else ()
+    pipeline_s = pipeline_step_s(rank_s, setting, weights_s, by_stage)
+    step = pipeline_s + max(once)
+    for name, seconds in slowest[1].items():
+        totals[name] = totals.get(name, 0.0) + m * seconds
+    totals["pipeline"] += pipeline_s - m * max(rank_s)
+    index = once.index(max(once))
+    last = pricer.on_stage(setting, index)
+    parts = _summed(
+        last.price(c, decisions[c], setting).once_by_category
+        for s in range(index, len(spans), setting.pp)
+        for c in spans[s]
+    )
+    for name, seconds in parts.items():
+        totals[name] += seconds
+    return PlanPrice(
+        step_time_s=step,
+        stage_time_s=tuple(rank_s),
+        time_by_category=totals,
+        memory=tuple(memories),
+    )
+
+
+def _weights_s(
+    pricer: Pricer, setting: Setting, calls: Sequence[int], decisions: Sequence[Decision]
+) -> float:
+    """Return the seconds of one micro-batch's weight gradients that a split backward defers."""
+    if setting.schedule != "zero_bubble":
+        return 0.0
+    bases = (pricer.base(pricer.trace.calls[c].block, decisions[c], setting.tp) for c in calls)
+    return sum(base.weight_backward_s for base in bases)
+
+
+def _stage_transfer_s(
+    pricer: Pricer,
+    setting: Setting,
+    stage: int,
+    spans: Sequence[range],
+    decisions: Sequence[Decision],
+) -> float:
+    """Return seconds of one micro-batch at the borders of a stage: transfers and the host."""
+    is_sliced = decisions[spans[stage][0]].is_sequence_parallel
+    seconds = 0.0
+    if stage > 0:
+        seconds += pricer.sent_s(setting, spans[stage][0], stage - 1, is_sliced)
+    if stage < len(spans) - 1:
+        seconds += pricer.sent_s(setting, spans[stage + 1][0], stage, is_sliced)
+    return seconds + 2 * pricer.action_s(setting)
+
+
+def _summed(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + value
+    return total

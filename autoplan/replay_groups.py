@@ -1,0 +1,210 @@
+"""Tensors of a replayed stage by key, and what FSDP gathers and reduces of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoplan.caching_allocator import Block, CachingAllocator
+from autoplan.liveness import BlockEvents
+from autoplan.resident import uses_fsdp
+from autoplan.settings import Setting, Workload
+
+__all__ = [
+    "COMPUTE",
+    "GATHER",
+    "REDUCE",
+    "FsdpGroups",
+    "Key",
+    "Parameter",
+    "ReplayedBlock",
+    "Tensors",
+]
+
+COMPUTE, GATHER, REDUCE = range(3)  # streams, each with its pools
+
+Key = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter on one rank: its name, bytes as stored and as computed with, before ZeRO."""
+
+    name: str
+    stored: int
+    gathered: int
+    is_trained: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedBlock:
+    """A call of a stage.
+
+    Attributes:
+        events: its tensors in the first micro-batch of a step.
+        accumulating: in later ones, where gradients are added to ones that exist.
+        is_glue: its parameters are in the root's group.
+        inputs, outputs: per local name the value's name in the chain and its bytes.
+        held: inputs that are kept for the backward.
+        parameters: those that no earlier call of the stage holds.
+        states: name in the chain of each local state.
+    """
+
+    events: BlockEvents
+    accumulating: BlockEvents
+    is_glue: bool
+    inputs: Mapping[str, tuple[str, int]]
+    outputs: Mapping[str, tuple[str, int]]
+    held: frozenset[str]
+    parameters: tuple[Parameter, ...]
+    states: Mapping[str, str]
+
+
+class Tensors:
+    """Tensors by key, each freed when the last of its holders lets go."""
+
+    def __init__(self, allocator: CachingAllocator) -> None:
+        self.allocator = allocator
+        self.blocks: dict[Key, Block] = {}
+        self.holders: dict[Key, int] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self.blocks
+
+    def make(self, key: Key, nbytes: int, stream: int = COMPUTE) -> None:
+        assert key not in self.blocks, key
+        if nbytes > 0:
+            self.blocks[key] = self.allocator.allocate(nbytes, stream)
+            self.holders[key] = 1
+
+    def hold(self, key: Key) -> None:
+        if key in self.blocks:
+            self.holders[key] += 1
+
+    def release(self, key: Key) -> None:
+        if key not in self.blocks:
+            return
+        self.holders[key] -= 1
+        if self.holders[key] == 0:
+            del self.holders[key]
+            self.allocator.free(self.blocks.pop(key))
+
+    def rename(self, key: Key, other: Key) -> None:
+        self.blocks[other] = self.blocks.pop(key)
+        self.holders[other] = self.holders.pop(key)
+
+    def passing(self, nbytes: int, stream: int = COMPUTE) -> None:
+        """Make a tensor and let it go."""
+        self.make(("passing",), nbytes, stream)
+        self.release(("passing",))
+
+
+class FsdpGroups:
+    """Groups of parameters that FSDP gathers and reduces; where it does not run, no gather acts.
+
+    Attributes:
+        groups: the parameters by group; a block's own are under its index, glue's under `root`.
+        wrapped: FSDP runs.
+    """
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        groups: dict[int, list[Parameter]],
+        setting: Setting,
+        workload: Workload,
+    ) -> None:
+        self.tensors = tensors
+        self.groups = groups
+        self.setting = setting
+        self.zero = setting.zero_stage
+        self.is_mixed = workload.mixed_precision != "none"
+        self.is_offloaded = setting.offload != "none"
+        self.copies_gathered = workload.engine.copies_gathered
+        has_buffer = workload.engine.has_gradient_buffer
+        self.wrapped = uses_fsdp(setting, self.is_mixed) and not has_buffer
+        self.shards = setting.dp if self.zero >= 1 else 1
+        self.last: int | None = None
+
+    def gather_forward(self, group: int) -> None:
+        """Make a group whole before a block's forward, unless it is."""
+        if not self.wrapped or group not in self.groups or self._is_gathered(group):
+            return
+        earlier = self.last
+        if self.zero > 0 and self.setting.dp > 1:
+            self._gather(group)
+        self._make_whole(group)
+        if earlier is not None and earlier != group:
+            self.tensors.release(("buffer", earlier))
+
+    def _gather(self, group: int) -> None:
+        size = sum(p.gathered for p in self.groups[group])
+        if self.is_offloaded:
+            stored = sum(p.stored for p in self.groups[group])
+            self.tensors.make(("copied in",), -(-stored // self.shards), GATHER)
+        if self.is_mixed:
+            self.tensors.make(("cast",), size // self.setting.dp, GATHER)
+        self.tensors.make(("buffer", group), size, GATHER)
+        self.tensors.release(("cast",))
+        self.tensors.release(("copied in",))
+        self.last = group
+
+    def _is_gathered(self, group: int) -> bool:
+        return ("whole", self.groups[group][0].name) in self.tensors
+
+    def _make_whole(self, group: int) -> None:
+        if not self.copies_gathered:
+            # FSDP1 computes with views of what the collective filled.
+            key = ("whole", self.groups[group][0].name)
+            if ("buffer", group) in self.tensors:
+                self.tensors.rename(("buffer", group), key)
+            else:
+                self.tensors.make(key, sum(p.gathered for p in self.groups[group]), GATHER)
+            return
+        for parameter in self.groups[group]:
+            self.tensors.make(("whole", parameter.name), parameter.gathered)
+
+    def release_whole(self, group: int) -> None:
+        """Let a group's whole parameters go."""
+        for parameter in self.groups.get(group, ()):
+            self.tensors.release(("whole", parameter.name))
+
+    def drop_buffers(self) -> None:
+        """Let go what gathers have filled."""
+        for group in self.groups:
+            self.tensors.release(("buffer", group))
+        self.last = None
+
+    def gather_backward(self, group: int) -> None:
+        """Make a group whole before a block's backward, from what a prefetch has brought."""
+        if group not in self.groups or self._is_gathered(group):
+            return
+        if ("buffer", group) not in self.tensors and self.setting.dp > 1:
+            self._gather(group)
+        self._make_whole(group)
+        self.tensors.release(("buffer", group))
+
+    def prefetch(self, index: int) -> None:
+        """Gather the group whose backward is next after that of `index`."""
+        earlier = next((i for i in reversed(range(index)) if i in self.groups), None)
+        if earlier is None or self.setting.dp == 1 or self._is_gathered(earlier):
+            return
+        if ("buffer", earlier) not in self.tensors:
+            self._gather(earlier)
+
+    def reduce(self, group: int, reshards: bool) -> None:
+        """Reduce a group's gradients to this rank's shard."""
+        if reshards:
+            self.release_whole(group)
+        self.tensors.release(("reduce input",))
+        trained = [p for p in self.groups[group] if p.is_trained]
+        size = sum(p.stored if self.is_mixed else p.gathered for p in trained)
+        self.tensors.make(("reduce input",), size)
+        for parameter in self.groups[group]:
+            self.tensors.release(("grad", parameter.name))
+            self.tensors.release(("wide", parameter.name))
+        shard = -(-size // self.shards)
+        if self.is_offloaded or ("shard", group) in self.tensors:
+            self.tensors.passing(shard, REDUCE)
+        else:
+            self.tensors.make(("shard", group), shard, REDUCE)

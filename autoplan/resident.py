@@ -1,0 +1,59 @@
+"""Bytes of parameters, gradients and optimizer state that are there all the time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoplan.engines import AUTOPLAN, Engine
+from autoplan.optimizers import Optimizer
+from autoplan.settings import Setting
+from autoplan.stage_costs import GroupBytes
+
+__all__ = ["StaticBytes", "static_bytes", "uses_fsdp"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticBytes:
+    """What a group of parameters holds all the time, by category."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+def uses_fsdp(setting: Setting, is_mixed: bool) -> bool:
+    """Return whether parameters are gathered: ZeRO 1 to 3, another stored dtype, or from the host.
+
+    ZeRO 0 holds whole parameters only once and reduces gradients in place.
+    """
+    is_sharded = setting.dp > 1 and setting.zero_stage >= 1
+    return is_sharded or is_mixed or setting.offload != "none"
+
+
+def static_bytes(
+    group: GroupBytes, setting: Setting, optimizer: Optimizer, engine: Engine = AUTOPLAN
+) -> StaticBytes:
+    """Return the resident bytes of a group under a ZeRO stage; shares round up.
+
+    Shards on the host take nothing of the device.
+
+    With a gradient buffer, parameters lie whole in the dtype of the computation and gradients whole
+    beside them; a copy in the stored dtype, where that is another, belongs to the optimizer:
+    2 + 4 bytes per bfloat16 parameter and 12 / dp of ZeRO-1 (Megatron-LM, distributed optimizer).
+    """
+    if setting.offload != "none":
+        return StaticBytes(parameters=0, gradients=0, optimizer=0)
+    shards = setting.shards
+    states = int(group.trained * optimizer.state_bytes_per_byte)
+    if engine.has_gradient_buffer:
+        copy = group.trained if group.stored > group.gathered else 0
+        return StaticBytes(
+            parameters=min(group.stored, group.gathered + group.stored - group.trained),
+            gradients=group.trained if engine.is_gradient_wide else group.gathered_grads,
+            optimizer=-(-(states + copy) // shards),
+        )
+    return StaticBytes(
+        parameters=-(-group.stored // shards),
+        gradients=-(-group.trained // shards),
+        optimizer=-(-states // shards),
+    )

@@ -1,0 +1,120 @@
+"""Decisions of a block as the linear search sees them: whole numbers, upper estimates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autoplan.costs import TICK_S, Pricer
+from autoplan.frontiers import Decision
+from autoplan.resident import static_bytes, uses_fsdp
+from autoplan.search.problem import BlockOption
+from autoplan.settings import Setting
+from autoplan.stage_bytes import stage_block
+
+__all__ = ["alike", "block_option", "least_option"]
+
+
+def block_option(
+    pricer: Pricer, call: int, decision: Decision, setting: Setting, live: int
+) -> BlockOption:
+    """Return a decision as the linear search sees it: every number an upper estimate.
+
+    Memory is in units of `memory_unit`, time in ticks of a nanosecond. The last block of the
+    chain runs its backward first, so what it keeps counts as working memory only.
+    """
+    is_last = call == len(pricer.trace.calls) - 1
+    shared = pricer.shared_before(call) if setting.pp == 1 else frozenset()
+    trace_call = pricer.trace.calls[call]
+    if setting.schedule == "interleaved":  # a block costs the same in any stage of a rank
+        setting = replace(setting, schedule="1f1b", virtual_stages=1)
+    key = (trace_call.block, decision.key, setting, is_last and live, shared)
+    if key not in pricer.options:
+        pricer.options[key] = _make_option(pricer, call, decision, setting, live, set(shared))
+    return pricer.options[key]
+
+
+def _make_option(
+    pricer: Pricer, call: int, decision: Decision, setting: Setting, live: int, held: set[str]
+) -> BlockOption:
+    block = stage_block(pricer, call, decision, setting, held)
+    price = pricer.price(call, decision, setting)
+    group, memory = block.group, block.memory
+    static = static_bytes(group, setting, pricer.workload.optimizer)
+    wrapped = uses_fsdp(setting, pricer.workload.mixed_precision != "none")
+    resident = static.parameters + static.optimizer
+    grads, kept = static.gradients, memory.kept
+    working = max(
+        memory.backward_peak - memory.kept,
+        block.input_bytes + memory.forward_peak - memory.kept,
+    )
+    if not wrapped:
+        if setting.num_microbatches > 1:
+            working = max(working, block.accumulating.backward_peak - memory.kept)
+    elif block.is_glue:
+        resident += group.gathered + group.gathered_grads
+    elif setting.zero_stage <= 1:
+        resident += group.gathered
+        grads = max(grads, group.gathered_grads)
+        working += group.gathered_grads
+    elif setting.zero_stage == 2:
+        resident += group.gathered
+        working += group.gathered_grads
+    else:
+        working += 2 * group.gathered + group.gathered_grads
+        if setting.offload != "none":
+            working += -(-group.stored // setting.dp)
+    is_last = call == len(pricer.trace.calls) - 1
+    if is_last and live == 1 and setting.schedule != "gpipe":
+        working, kept = working + kept, 0
+    if setting.num_microbatches == 1 and not wrapped and not is_last:
+        kept, grads = max(kept, grads), 0
+    unit = pricer.memory_unit
+    return BlockOption(
+        forward=_ticks(price.forward_s),
+        backward=_ticks(price.backward_s),
+        once=_ticks(price.once_s),
+        kept=-(-kept // unit),
+        static=-(-(resident + grads) // unit),
+        working=-(-working // unit),
+    )
+
+
+def least_option(
+    pricer: Pricer, call: int, decisions: Sequence[Decision], setting: Setting
+) -> BlockOption:
+    """Return an option that no decision beats in time, once and static memory.
+
+    Nothing of it needs a walk of what the decisions keep, so it is cheap.
+    """
+    shared = pricer.shared_before(call) if setting.pp == 1 else frozenset()
+    time, once, static = [], [], []
+    for decision in decisions:
+        price = pricer.price(call, decision, setting)
+        group = pricer.group(call, decision, setting, set(shared))
+        held = static_bytes(group, setting, pricer.workload.optimizer)
+        time.append(_ticks(price.forward_s) + _ticks(price.backward_s))
+        once.append(_ticks(price.once_s))
+        static.append(held.parameters + held.optimizer)
+    return BlockOption(
+        forward=min(time),
+        backward=0,
+        once=min(once),
+        kept=0,
+        static=min(static) // pricer.memory_unit,
+        working=0,
+    )
+
+
+def alike(pricer: Pricer, setting: Setting) -> list[list[int]]:
+    """Return the calls of each kind that `option` tells apart."""
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for call, trace_call in enumerate(pricer.trace.calls):
+        shared = pricer.shared_before(call) if setting.pp == 1 else frozenset()
+        is_last = call == len(pricer.trace.calls) - 1
+        kinds.setdefault((trace_call.block, is_last, shared), []).append(call)
+    return list(kinds.values())
+
+
+def _ticks(seconds: float) -> int:
+    return -int(-seconds // TICK_S)

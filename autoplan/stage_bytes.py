@@ -1,0 +1,223 @@
+"""Bytes of a pipeline stage as the memory model reads them, gathered from its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autoplan.block_work import BlockWork
+from autoplan.costs import Pricer
+from autoplan.frontiers import Decision
+from autoplan.graph import Trace
+from autoplan.losses import logits_bytes
+from autoplan.memory import StageMemory, stage_memory
+from autoplan.settings import Setting
+from autoplan.stage_costs import StageBlock
+from autoplan.stage_walk import PartBytes
+from autoplan.times import overlaps_communication
+
+__all__ = [
+    "batch_bytes",
+    "part_bytes",
+    "rank_memory",
+    "side_bytes",
+    "stage_block",
+    "stage_blocks",
+    "standing_bytes",
+]
+
+
+def stage_block(
+    pricer: Pricer,
+    call: int,
+    decision: Decision,
+    setting: Setting,
+    held: set[str],
+    values: set[str] | None = None,
+) -> StageBlock:
+    """Return a call as the memory model reads it.
+
+    Args:
+        call, decision, setting, held: as in `group`.
+        values: activations that earlier calls of the stage keep, to count each once; those that
+            this call keeps are added. None: this call counts all that it keeps.
+    """
+    block = pricer.trace.calls[call].block
+    work = pricer.base(block, decision, setting.tp)
+    return StageBlock(
+        memory=work.memory,
+        accumulating=work.accumulating,
+        group=pricer.group(call, decision, setting, held),
+        is_glue=pricer.trace.blocks[block].is_glue,
+        input_bytes=sum(work.local.inputs.values()),
+        shared_bytes=0 if values is None else _shared_bytes(pricer.trace, call, work, values),
+        deferred_bytes=work.deferred_bytes,
+    )
+
+
+def stage_blocks(
+    pricer: Pricer, calls: Sequence[int], decisions: Sequence[Decision], setting: Setting
+) -> tuple[StageBlock, ...]:
+    """Return the calls of a stage as the memory model reads them; `decisions` one per call.
+
+    What several calls hold counts once: with the first, but a parameter's gradient is made by
+    the backward of the last call that reads it, which runs first.
+    """
+    held: set[str] = set()
+    values: set[str] = set()
+    blocks = [
+        stage_block(pricer, call, decision, setting, held, values)
+        for call, decision in zip(calls, decisions, strict=True)
+    ]
+    canonical = {fqn: group[0] for group in pricer.trace.shared for fqn in group}
+    readers: dict[str, list[tuple[int, int]]] = {}
+    for place, (call, decision) in enumerate(zip(calls, decisions, strict=True)):
+        trace_call = pricer.trace.calls[call]
+        local = pricer.base(trace_call.block, decision, setting.tp).local
+        states = pricer.trace.blocks[trace_call.block].states
+        for state, fqn in zip(states, trace_call.states, strict=True):
+            if state.is_parameter and state.is_trained:
+                own = (place, local.state_bytes[state.name])
+                readers.setdefault(canonical.get(fqn, fqn), []).append(own)
+    for found in readers.values():
+        (first, _), (last, nbytes) = found[0], found[-1]
+        if first != last:
+            late, early = blocks[first].group, blocks[last].group
+            late = replace(late, late_grads=late.late_grads + nbytes)
+            early = replace(early, early_grads=early.early_grads + nbytes)
+            blocks[first] = replace(blocks[first], group=late)
+            blocks[last] = replace(blocks[last], group=early)
+    return tuple(blocks)
+
+
+def _shared_bytes(trace: Trace, call: int, work: BlockWork, values: set[str]) -> int:
+    trace_call, local, memory = trace.calls[call], work.local, work.memory
+    inputs = trace.blocks[trace_call.block].inputs
+    names = zip((v.name for v in inputs), trace_call.args, strict=True)
+    kept = {value: name for name, value in names if name in memory.held_inputs}
+    shared = sum(local.inputs[name] for value, name in kept.items() if value in values)
+    outs = zip(local.outputs, trace_call.outs, strict=True)
+    values |= kept.keys() | {value for name, value in outs if name in memory.held_outputs}
+    return shared
+
+
+def side_bytes(pricer: Pricer, calls: Sequence[int], decisions: Sequence[Decision], tp: int) -> int:
+    """Return bytes of side values that one micro-batch holds in a stage, each once."""
+    sizes: dict[str, int] = {}
+    side = dict(pricer.trace.side)
+    for call, decision in zip(calls, decisions, strict=True):
+        trace_call = pricer.trace.calls[call]
+        kept = pricer.base(trace_call.block, decision, tp).memory.side
+        inputs = pricer.trace.blocks[trace_call.block].inputs
+        for value, argument in zip(inputs, trace_call.args, strict=True):
+            if value.name in kept and argument in side:
+                sizes[argument] = side[argument]
+    return sum(sizes.values())
+
+
+def rank_memory(
+    pricer: Pricer,
+    setting: Setting,
+    rank: int,
+    spans: Sequence[range],
+    decisions: Sequence[Decision],
+) -> StageMemory:
+    """Return the memory of a rank of the pipeline, with all its stages."""
+    blocks: list[StageBlock] = []
+    parts = []
+    for stage in range(rank, len(spans), setting.pp):
+        calls = spans[stage]
+        own = [decisions[c] for c in calls]
+        blocks += stage_blocks(pricer, calls, own, setting)
+        parts.append(part_bytes(pricer, setting, stage, spans, own))
+    every = [c for s in range(rank, len(spans), setting.pp) for c in spans[s]]
+    return stage_memory(
+        blocks,
+        setting,
+        pricer.workload.optimizer,
+        stage=rank,
+        is_mixed=pricer.workload.mixed_precision != "none",
+        is_gloo=not overlaps_communication(pricer.cluster),
+        input_bytes=batch_bytes(pricer.trace, setting),
+        standing_bytes=standing_bytes(pricer, every, decisions, setting.tp),
+        parts=parts,
+        reserve=pricer.cluster.reserved_bytes,
+        engine=pricer.workload.engine,
+    )
+
+
+def part_bytes(
+    pricer: Pricer,
+    setting: Setting,
+    stage: int,
+    spans: Sequence[range],
+    decisions: Sequence[Decision],
+) -> PartBytes:
+    """Return what a stage holds beside its blocks.
+
+    Args:
+        setting: degrees.
+        stage: its index.
+        spans: the calls of every stage.
+        decisions: one per call of this stage.
+    """
+    calls = spans[stage]
+    crossing = pricer.trace.crossing_bytes
+    entering = crossing[calls[0] - 1] if stage > 0 else 0
+    leaving = crossing[calls[-1]] if stage < len(spans) - 1 else 0
+    if decisions[0].is_sequence_parallel:
+        entering, leaving = -(-entering // setting.tp), -(-leaving // setting.tp)
+    return PartBytes(
+        num_blocks=len(calls),
+        side=side_bytes(pricer, calls, decisions, setting.tp),
+        entering=entering,
+        leaving=leaving,
+    )
+
+
+def standing_bytes(
+    pricer: Pricer, calls: Sequence[int], decisions: Sequence[Decision], tp: int
+) -> int:
+    """Return bytes that an engine holds beside a step's tensors, for as long as it trains.
+
+    Tensors that stand for weight gradients, one for each shape, and logits in the buffers of a
+    pipeline engine.
+    """
+    engine, last = pricer.workload.engine, calls[-1]
+    nbytes = 0
+    if engine.output_buffers:
+        local = pricer.base(pricer.trace.calls[last].block, decisions[last], tp).local
+        nbytes = engine.output_buffers * logits_bytes(local)
+    if engine.keeps_stand_ins:
+        nbytes += _stand_in_bytes(pricer, calls, decisions, tp)
+    return nbytes
+
+
+def _stand_in_bytes(
+    pricer: Pricer, calls: Sequence[int], decisions: Sequence[Decision], tp: int
+) -> int:
+    sizes: dict[tuple[object, ...], int] = {}
+    for block, decision in {
+        (pricer.trace.calls[c].block, decisions[c].key): (pricer.trace.calls[c].block, decisions[c])
+        for c in calls
+    }.values():
+        local = pricer.base(block, decision, tp).local
+        if local.block.is_glue:
+            continue
+        products = {n for op in local.ops if op.op and op.op.kind == "gemm" for n in op.inputs}
+        for state in local.block.states:
+            if state.name in products and state.is_trained and len(state.shape) > 1:
+                nbytes = local.state_bytes[state.name]
+                sizes[(state.shape, local.state_placements[state.name])] = nbytes
+    return sum(sizes.values())
+
+
+def batch_bytes(trace: Trace, setting: Setting) -> int:
+    """Return bytes of this rank's share of the batch for one step.
+
+    Micro-batches are slices of it, but copies where the batch is not dimension 0.
+    """
+    dims = trace.batch_dims or (0,) * len(trace.inputs)
+    pairs = zip(trace.inputs, dims, strict=True)
+    nbytes = sum(value.nbytes * (2 if dim else 1) for value, dim in pairs)
+    return nbytes * setting.num_microbatches

@@ -1,0 +1,304 @@
+"""The bytes of a pipeline stage, action by action, and the largest sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from autoplan.engines import Engine
+from autoplan.optimizers import Optimizer
+from autoplan.resident import static_bytes, uses_fsdp
+from autoplan.settings import Setting
+from autoplan.stage_costs import GroupBytes, StageBlock
+
+__all__ = ["PartBytes", "StageWalk"]
+
+_BUFFER = -1  # the gradient buffer among the groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartBytes:
+    """What one of the stages of a rank holds beside its blocks.
+
+    Attributes:
+        num_blocks: of the rank's blocks, in order.
+        side: side values held by one micro-batch.
+        entering: bytes of one micro-batch's activations from the stage before.
+        leaving: to the stage after.
+    """
+
+    num_blocks: int
+    side: int = 0
+    entering: int = 0
+    leaving: int = 0
+
+
+class StageWalk:
+    """Live bytes while a stage runs; `note` keeps the largest sum with its parts."""
+
+    def __init__(
+        self,
+        blocks: Sequence[StageBlock],
+        setting: Setting,
+        optimizer: Optimizer,
+        is_mixed: bool,
+        is_gloo: bool,
+        engine: Engine,
+        parts: Sequence[PartBytes],
+    ) -> None:
+        self.blocks = blocks
+        ends = list(accumulate(part.num_blocks for part in parts))
+        self.parts = [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
+        self.part_bytes = parts
+        self.has_buffer = engine.has_gradient_buffer
+        self.setting = setting
+        self.zero = setting.zero_stage
+        self.is_mixed = is_mixed
+        self.is_gloo = is_gloo
+        self.is_pipeline = setting.pp > 1
+        self.is_offloaded = setting.offload != "none"
+        self.is_foreach = optimizer.is_foreach
+        self.wrapped = uses_fsdp(setting, is_mixed) and not self.has_buffer
+        statics = [static_bytes(b.group, setting, optimizer, engine) for b in blocks]
+        self.parameters = sum(s.parameters for s in statics)
+        self.optimizer = sum(s.optimizer for s in statics)
+        self.largest = max((b.group.largest for b in blocks), default=0)
+        groups: dict[int, list[GroupBytes]] = {}
+        self.order: list[int] = []
+        for number, part in enumerate(self.parts):
+            root = len(blocks) + number
+            for index in part:
+                key = root if blocks[index].is_glue else index
+                groups.setdefault(key, []).append(blocks[index].group)
+            self.order += [k for k in (root, *part) if k in groups]
+        self.stored = {k: sum(g.stored for g in v) for k, v in groups.items()}
+        self.compute = {k: sum(g.gathered for g in v) for k, v in groups.items()}
+        self.grads = {k: sum(g.gathered_grads for g in v) for k, v in groups.items()}
+        self.whole = {k: sum(g.trained for g in v) for k, v in groups.items()}
+        self.fixed = self.standing = 0
+        self.activations = 0
+        self.gathered: dict[int, int] = {}
+        self.buffers: dict[int, int] = {}
+        self.gradients: dict[int, int] = {}
+        if self.has_buffer:
+            self.gradients[_BUFFER] = sum(s.gradients for s in statics)
+        self.is_flat = engine.is_flat
+        self.copies_gathered = engine.copies_gathered
+        self.widens = is_mixed and not engine.is_gradient_wide
+        last = max((i for i, b in enumerate(blocks) if not b.is_glue), default=None)
+        self.stays_gathered = last if engine.keeps_last_gathered and setting.pp == 1 else None
+        self._enter(0)
+        self.sharded: dict[int, int] = {}
+        self.reduce_input = 0
+        self._marks: set[str] = set()
+        self.unmerged = 0
+        self.at: tuple[int, int | None] = (0, 0)
+        self.samples: dict[tuple[int, int | None], int] = {}
+        self.peak = -1
+        self.peak_name = ""
+        self.peak_parts: dict[str, int] = {}
+
+    def _enter(self, part: int) -> None:
+        """Make one of the rank's stages the one that runs."""
+        own = self.part_bytes[part]
+        self.root = len(self.blocks) + part
+        self.side, self.entering, self.leaving = own.side, own.entering, own.leaving
+        self.part = self.parts[part]
+        glue = (self.blocks[i].group.largest for i in reversed(self.part) if self.blocks[i].is_glue)
+        self.retained = next(glue, 0)
+
+    def note(self, name: str, transient: int = 0) -> None:
+        """Compare what lives now, and a transient, with the peak so far."""
+        gradients = sum(self.gradients.values()) + sum(self.sharded.values()) + self.unmerged
+        gradients += self.standing
+        working = sum(self.gathered.values()) + sum(self.buffers.values()) + self.reduce_input
+        total = self.activations + gradients + working + transient + self.fixed
+        total += self.parameters + self.optimizer
+        self.samples[self.at] = max(self.samples.get(self.at, 0), total)
+        if total > self.peak:
+            self.peak = total
+            self.peak_name = name
+            self.peak_parts = {
+                "parameters": self.parameters,
+                "gradients": gradients,
+                "optimizer": self.optimizer,
+                "activations": self.activations + self.fixed,
+                "working": working + transient,
+            }
+
+    def run(self, actions: Sequence[tuple[str, bool, int]]) -> None:
+        """Walk the actions, the last reductions, and the optimizer step."""
+        for number, (kind, is_last, part) in enumerate(actions):
+            self._enter(part)
+            self.at = (number, self.part[0] if kind == "F" else self.part[-1])
+            if kind == "F":
+                self._forward(self.part)
+            elif kind == "I":
+                self._input_backward()
+            else:
+                self._backward(is_last, self.part)
+            self.at = (number, None)
+            self.note("between micro-batches")
+        self.at = (len(actions), None)
+        if self.wrapped and self.zero <= 1 and self.is_pipeline:
+            for group in self.order:
+                self._reduce(group, reshards=True)
+        self.gathered.clear()
+        self.buffers.clear()
+        self.reduce_input = 0
+        shards = self.setting.shards
+        temporary = sum(self.whole.values()) if self.is_foreach else 2 * self.largest
+        if self.has_buffer and not self.is_foreach:
+            # One fused kernel over all parameters, on gradients as wide as they are.
+            temporary = sum(self.whole.values()) if self.widens else 0
+        if self.is_flat:
+            self.note("reducing gradients", sum(self.grads.values()))
+        self.note("the optimizer step", 0 if self.is_offloaded else -(-temporary // shards))
+
+    def _forward(self, part: range) -> None:
+        self._gather_forward(self.root)
+        self.activations += self.side
+        for index in part:
+            block = self.blocks[index]
+            self.at = (self.at[0], index)
+            self._gather_forward(index)
+            self.note(f"forward of block {index}", block.input_bytes + block.memory.forward_peak)
+            self.activations += block.own_kept
+            if self.zero == 3 and index in self.compute and index != self.stays_gathered:
+                self.gathered.pop(index, None)
+        self.activations += self._leaving_added()
+        if self.is_pipeline:
+            self.activations -= self._entering_kept()
+        self.buffers.clear()
+        if self.zero == 3 and self.is_pipeline:
+            self.gathered.pop(self.root, None)
+
+    def _entering_kept(self) -> int:
+        """Return the kept stage input: it is the receive buffer, which is counted there."""
+        first = self.blocks[self.part[0]]
+        return min(self.entering, first.input_bytes, first.memory.kept)
+
+    def _leaving_added(self) -> int:
+        """Return the bytes of the stage output that its last block does not keep anyway."""
+        return max(0, self.leaving - self.blocks[self.part[-1]].memory.held_output_bytes)
+
+    def _gather_forward(self, group: int) -> None:
+        if not self.wrapped or group not in self.compute or group in self.gathered:
+            return
+        size = self.compute[group]
+        earlier = list(self.buffers)
+        if self.zero > 0 and self.setting.dp > 1:
+            self.buffers[group] = size
+            copied = size // self.setting.dp_shard if self.is_mixed else 0
+            self.note("gathering parameters", copied + self._copied_in(group))
+        self.gathered[group] = size
+        if not self.copies_gathered:
+            self.buffers.pop(group, None)
+        self.note("gathering parameters", 0 if self.setting.dp > 1 else self._copied_in(group))
+        for other in earlier:
+            del self.buffers[other]
+
+    def _copied_in(self, group: int) -> int:
+        """Return the bytes of a shard that comes from the host for a gather."""
+        return -(-self.stored[group] // self.setting.dp_shard) if self.is_offloaded else 0
+
+    def _backward(self, is_last: bool, part: range) -> None:
+        syncs = self.wrapped and (self.zero >= 2 or (is_last and not self.is_pipeline))
+        reshards = self.zero == 3 or (is_last and not self.is_pipeline)
+        self.activations += self._entering_kept() if self.is_pipeline else 0
+        if self.wrapped and self.zero == 3:
+            self._gather_backward(self.root)
+            self._prefetch(part[-1] + 1)
+        before = self.gradients.get(self.root, 0)
+        for index in reversed(part):
+            block = self.blocks[index]
+            self.at = (self.at[0], index)
+            if self.wrapped and self.zero == 3 and not block.is_glue:
+                self._gather_backward(index)
+                self._prefetch(index)
+            self._backward_of(index, block)
+            if syncs and index in self.compute:
+                self._reduce(index, reshards)
+        if syncs and self.root in self.compute:
+            self._reduce(self.root, reshards, self.retained)
+        elif self.is_mixed and self.root in self.gradients:
+            self.gradients[self.root] = max(before, self.whole[self.root])
+        self.activations -= self.side + self._leaving_added()
+        self.reduce_input = 0
+        self.unmerged = 0
+
+    def _input_backward(self) -> None:
+        """Walk a backward to the inputs: what it keeps goes with the backward to the weights.
+
+        Torch frees what only the inputs needed when it can; here all stays, and what the weights
+        need comes on top.
+        """
+        self.activations += self._entering_kept()
+        for index in reversed(self.part):
+            block = self.blocks[index]
+            self.at = (self.at[0], index)
+            self.note(
+                f"backward of block {index} to its inputs",
+                block.accumulating.backward_peak - block.accumulating.kept,
+            )
+            self.activations += block.deferred_bytes
+        self.activations -= self._entering_kept()
+
+    def _backward_of(self, index: int, block: StageBlock) -> None:
+        if self.has_buffer:
+            transient = block.accumulating.backward_peak - block.accumulating.kept
+            self.note(f"backward of block {index}", transient)
+            self.activations -= block.memory.kept
+            return
+        group = self.root if block.is_glue else index
+        has_grads = self.gradients.get(index if not block.is_glue else self.root, 0) > 0
+        is_first = not has_grads or self.is_mixed
+        seen = f"grads of {index}"
+        adds_up = block.is_glue and seen in self._marks
+        memory = block.memory if is_first and not adds_up else block.accumulating
+        self.note(f"backward of block {index}", memory.backward_peak - memory.kept)
+        self.activations -= block.own_kept
+        if self.setting.schedule == "zero_bubble":
+            self.activations -= block.deferred_bytes
+        # Autograd adds up all gradients of a shared parameter before it touches the one there is.
+        self.unmerged += block.group.early_grads - block.group.late_grads
+        if not adds_up:
+            made = block.group.gathered_grads
+            if not block.is_glue and has_grads and not self.is_mixed:
+                made = 0
+            self.gradients[group] = self.gradients.get(group, 0) + made
+            self.note(f"end of the backward of block {index}")
+            if block.is_glue and not self.is_mixed:
+                self._marks.add(seen)
+        if self.is_mixed and self.wrapped and not block.is_glue and self.zero <= 1:
+            self.gradients[group] = self.whole[group]
+
+    def _gather_backward(self, group: int) -> None:
+        if group in self.compute and group not in self.gathered:
+            self.gathered[group] = self.compute[group]
+            self.note("gathering parameters for backward", self._copied_in(group))
+        self.buffers.clear()
+
+    def _prefetch(self, index: int) -> None:
+        before = reversed(range(self.part[0], index))
+        earlier = next((i for i in before if i in self.compute), None)
+        if earlier is not None and earlier not in self.gathered and self.setting.dp > 1:
+            self.buffers[earlier] = self.compute[earlier]
+            self.note("prefetching parameters", self._copied_in(earlier))
+
+    def _reduce(self, group: int, reshards: bool, retained: int = 0) -> None:
+        if reshards:
+            self.gathered.pop(group, None)
+        size = self.whole[group] if self.is_mixed else self.grads[group]
+        self.reduce_input = size
+        self.note("reducing gradients")
+        self.gradients.pop(group, None)
+        if group >= len(self.blocks):
+            self._marks.clear()
+        copy = size if self.is_gloo and self.zero > 0 else 0
+        shard = (
+            -(-self.whole[group] // self.setting.dp_shard) if self.zero > 0 else self.whole[group]
+        )
+        self.note("reducing gradients", shard + copy + retained)
+        self.sharded[group] = 0 if self.is_offloaded else shard
