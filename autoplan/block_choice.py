@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from autoplan.graph import BlockTrace, OpTrace, ParameterTrace, Placement, ShardOption
 from autoplan.liveness import redone_ops
-from autoplan.local import localize
+from autoplan.local import localize, value_bytes
 from autoplan.plan import Recompute
 from autoplan.redistribution import transition
 from autoplan.search.problem import ChoiceOption, ChoiceProblem, ChoiceSolution, Consumer, Link
@@ -102,12 +102,15 @@ class ChoiceModel:
         self.leaving = {name: self._leaving(name) for name in block.outputs}
         self.region = region
         self.ops = {op.name: op for op in block.ops}
+        self.states = {state.name for state in block.states}
         self.options = {op.name: legal_options(op, timer.degree, whole) for op in block.ops}
         self.readers = _readers(block)
         self.saved = {t.value for op in block.ops for t in op.saved if t.value}
+        self.read_for_backward = _read_for_backward(block)
         self.bytes_of = {v.name: v.nbytes for v in block.inputs}
         self.bytes_of |= {s.name: s.nbytes for s in block.states}
-        self.bytes_of |= {op.name: op.nbytes for op in block.ops}
+        for op in block.ops:
+            self.bytes_of[op.name] = value_bytes(op, self.bytes_of)
         self.names = list(self.bytes_of)
         self.index = {name: index for index, name in enumerate(self.names)}
         self.unit = max(1, self._total_bytes() // _MAX_UNITS)
@@ -290,6 +293,8 @@ class ChoiceModel:
         moved = transition(Placement.parse(made.rstrip("!")), Placement.parse(read))
         if moved is None or (made == _KEPT_PARTIAL and read == "P"):
             return None
+        if name in self.states and made.startswith("S") and made != read:
+            return None  # a state that is not read as one shard everywhere is stored whole
         nbytes = self.bytes_of[name]
         forward = self.timer.collective_s(moved[0], nbytes)
         backward = self.timer.collective_s(moved[1], nbytes) if needs_grad else 0.0
@@ -300,7 +305,7 @@ class ChoiceModel:
                 memory = local
             else:
                 forward *= 2
-        elif name in self.saved and (moved[0] == "all_gather" or made == "P" != read):
+        elif name in self.read_for_backward and (moved[0] == "all_gather" or made == "P" != read):
             memory = local
         return _ticks(forward + backward), self._units(memory)
 
@@ -347,6 +352,18 @@ def may_keep(op: OpTrace, option: ShardOption) -> bool:
 
 def _ticks(seconds: float) -> int:
     return -int(-seconds // _TICK_S)
+
+
+def _read_for_backward(block: BlockTrace) -> set[str]:
+    """Return the values that some op saves as they come to it; views of a storage one by one."""
+    owners = {op.name: op.storage for op in block.ops}
+    return {
+        name
+        for op in block.ops
+        for tensor in op.saved
+        for name in op.inputs
+        if tensor.value and owners.get(name, name) == tensor.value
+    }
 
 
 def _readers(block: BlockTrace) -> dict[str, list[OpTrace]]:

@@ -22,7 +22,7 @@ from autoplan.backends import Backend
 from autoplan.batches import BatchDims
 from autoplan.calls import BoundCall, bind_call, install
 from autoplan.capturer import capture, meta_copy
-from autoplan.device_meshes import make_device_mesh, sharding_mesh
+from autoplan.device_meshes import axis_of, make_device_mesh, sharding_mesh
 from autoplan.entries import Entry, leaving
 from autoplan.errors import EmitError, PlanError
 from autoplan.evaluation import Evaluator, RankEvaluator
@@ -53,6 +53,7 @@ from autoplan.stages import (
 from autoplan.step_buffers import StepBuffers, changed_states
 from autoplan.step_means import StepMeans, find_denominators
 from autoplan.tensor_parallel import lower_calls, whole_calls
+from autoplan.written_inputs import with_own_inputs
 
 __all__ = ["captured_for", "emit_stage", "parallelize"]
 
@@ -205,7 +206,7 @@ def _mesh(plan: Plan, device: torch.device, timeout_s: float) -> DeviceMesh | No
     mesh = make_device_mesh(plan.mesh, plan.mesh.dp_replicate, device.type)
     split = ("dp_replicate", "dp_shard") if plan.mesh.dp_replicate > 1 else ()
     for name in ("pp", "dp", "tp", *split):
-        compat.set_timeout(mesh[name].get_group(), timeout_s)
+        compat.set_timeout(axis_of(mesh, name).get_group(), timeout_s)
     return mesh
 
 
@@ -257,7 +258,7 @@ class _Emission:
         """Return a stage of this rank, and the text of what it runs."""
         program = self.program
         root = build_root(self.model, root_contents(self.model, program, stage), self.device)
-        group = self.mesh["dp"].get_group() if self.mesh is not None else None
+        group = axis_of(self.mesh, "dp").get_group() if self.mesh is not None else None
         means = self._means(stage, root, group)
         calls = self._bind_calls(stage, root, means)
         buffers = StepBuffers.of(root, changed_states(program, stage), group)
@@ -301,7 +302,7 @@ class _Emission:
         )
 
     def _rank(self, name: str) -> int:
-        return self.mesh[name].get_local_rank() if self.mesh is not None else 0
+        return axis_of(self.mesh, name).get_local_rank() if self.mesh is not None else 0
 
     @property
     def _is_mixed(self) -> bool:
@@ -322,7 +323,7 @@ class _Emission:
             call = program.calls[block.call]
             recompute = plan.recompute[block.recompute]
             calls[block.call] = bind_call(
-                means.bind(program, block.call, local[block.call].graph),
+                with_own_inputs(plan, means.bind(program, block.call, local[block.call].graph)),
                 call.states,
                 root,
                 mode=recompute.mode,

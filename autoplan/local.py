@@ -14,7 +14,7 @@ from autoplan.graph import BlockTrace, OpTrace, Placement, ShardOption
 from autoplan.redistribution import transition
 from autoplan.tensor_layout import SEQUENCE, boundary_of, leaving_placement
 
-__all__ = ["LocalBlock", "LocalOp", "axis_option", "localize"]
+__all__ = ["LocalBlock", "LocalOp", "axis_option", "localize", "value_bytes"]
 
 _WHOLE = ShardOption(axis="whole", size=1, inputs=(), output="R", is_split=False)
 
@@ -213,9 +213,7 @@ class _Builder:
         is_tuple = not op.dtype and op.nbytes == 0
         is_view = op.storage != op.name or is_tuple or self._is_reshaped_copy(op, inputs)
         out_split = self.degree if option.output.startswith("S") else 1
-        self.full[op.name] = op.nbytes if not is_view else _view_bytes(op)
-        if is_tuple:
-            self.full[op.name] = sum(self.full[n] for n in op.inputs[:1])
+        self.full[op.name] = value_bytes(op, self.full)
         self.placements[op.name] = option.output
         self.grad[op.name] = op.needs_grad
         if is_view:
@@ -324,6 +322,16 @@ def _is_vocabulary_embedding(op: OpTrace, option: ShardOption) -> bool:
 
 def _is_vocabulary_loss(op: OpTrace, option: ShardOption) -> bool:
     return op.target == "aten.cross_entropy_loss.default" and option.is_split
+
+
+def value_bytes(op: OpTrace, known: Mapping[str, int]) -> int:
+    """Return the bytes of an op's whole result, which a view shares with its storage.
+
+    Of a tuple those of the op's first input, by `known`.
+    """
+    if not op.dtype and op.nbytes == 0:
+        return sum(known[name] for name in op.inputs[:1])
+    return op.nbytes or _view_bytes(op)
 
 
 def _view_bytes(op: OpTrace) -> int:
