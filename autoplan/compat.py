@@ -69,9 +69,10 @@ _ComputationType = _probe(torch_schedules, "_ComputationType")
 _batch_p2p = _probe(torch_schedules, "_batch_p2p")
 
 
-def flatten_axes(mesh: DeviceMesh, name: str) -> None:
-    """Make several axes of a mesh also one, of that name."""
-    _flatten(mesh, name)
+def flatten_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return all axes of a mesh as one, of that name; made once for every root mesh."""
+    flat: DeviceMesh = _flatten(mesh, name)
+    return flat
 
 
 def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:

@@ -130,6 +130,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "executor",
         "runtime",
         "calls",
+        "written_inputs",
         "device_meshes",
         "evaluation",
         "layout_numerics",
@@ -137,7 +138,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "emitter",
     ),
     ("training", "op_runner", "op_profiler"),
-    ("bundler", "script_text", "script_writer", "framework_configs", "dry_runner", "twins"),
+    ("bundler", "script_text", "script_writer", "framework_configs", "dry_runner", "twin_steps"),
+    ("twins",),
     ("planning_commands", "checking_commands", "running_commands"),
     ("cli",),
 )
