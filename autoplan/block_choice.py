@@ -10,6 +10,7 @@ chosen is walked exactly by `autoplan.liveness`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autoplan.graph import BlockTrace, OpTrace, ParameterTrace, Placement, ShardOption
 from autoplan.liveness import redone_ops
@@ -28,7 +29,7 @@ _MAX_UNITS = 2**22
 _KEPT_PARTIAL = "P!"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Decision:
     """One way to run a block class: axes of its ops and what it recomputes.
 
@@ -48,17 +49,15 @@ class Decision:
     is_sequence_parallel: bool = False
     slices_shared: bool = False
 
-    @property
+    @cached_property
+    def layout(self) -> tuple[object, ...]:
+        """Return what decides how ops and states are sliced, hashable."""
+        return tuple(sorted(self.axes.items())), self.is_sequence_parallel, self.slices_shared
+
+    @cached_property
     def key(self) -> tuple[object, ...]:
         """Return a hashable form."""
-        return (
-            tuple(sorted(self.axes.items())),
-            self.recompute.mode,
-            self.recompute.keep,
-            self.inner,
-            self.is_sequence_parallel,
-            self.slices_shared,
-        )
+        return (*self.layout, self.recompute.mode, self.recompute.keep, self.inner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

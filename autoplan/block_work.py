@@ -16,7 +16,26 @@ from autoplan.plan import Recompute
 from autoplan.settings import Workload
 from autoplan.times import OpTime, Timer
 
-__all__ = ["BlockWork", "make_work", "memory_views"]
+__all__ = ["BlockWork", "LayoutWork", "layout_work", "make_work", "memory_views"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutWork:
+    """What a layout costs, whatever is recomputed.
+
+    Attributes:
+        local: the block as one rank runs it.
+        times: of each op.
+        total: the sum of them.
+        summed_s: of all-reduces of the gradients of whole parameters.
+        weight_backward_s: of the gradients of weights.
+    """
+
+    local: LocalBlock
+    times: dict[str, OpTime]
+    total: OpTime
+    summed_s: float
+    weight_backward_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +84,32 @@ class BlockWork:
         return block_memory(self.views[1], self.recompute, accumulating=True)
 
 
-def make_work(local: LocalBlock, decision: Decision, timer: Timer, workload: Workload) -> BlockWork:
-    """Return what a decision costs for a block as one rank runs it."""
+def layout_work(local: LocalBlock, timer: Timer, workload: Workload) -> LayoutWork:
+    """Return what all decisions of one layout have in common."""
     times = _op_times(local, timer, workload)
     states = {state.name for state in local.block.states}
-    summed = [times[op.name] for op in local.ops if op.op is None and op.inputs[0] in states]
+    summed = (times[op.name] for op in local.ops if op.op is None and op.inputs[0] in states)
+    return LayoutWork(
+        local=local,
+        times=times,
+        total=OpTime(
+            forward_s=sum(t.forward_s for t in times.values()),
+            backward_s=sum(t.backward_s for t in times.values()),
+            forward_comm_s=sum(t.forward_comm_s for t in times.values()),
+            backward_comm_s=sum(t.backward_comm_s for t in times.values()),
+        ),
+        summed_s=sum(t.backward_comm_s for t in summed),
+        weight_backward_s=sum(
+            times[op.name].backward_s / 2 for op in local.ops if _has_weight_gradient(op)
+        ),
+    )
+
+
+def make_work(
+    layout: LayoutWork, decision: Decision, timer: Timer, workload: Workload
+) -> BlockWork:
+    """Return what a decision of a layout costs."""
+    local, times, total = layout.local, layout.times, layout.total
     host = timer.device.host
     is_redone = decision.recompute.mode in ("full", "selective")
     redone = [times[op.name] for op in redone_ops(local, decision.recompute)]
@@ -79,12 +119,11 @@ def make_work(local: LocalBlock, decision: Decision, timer: Timer, workload: Wor
         local=local,
         views=(kept, accumulating),
         recompute=recompute,
-        compute_forward_s=sum(t.forward_s for t in times.values()),
-        compute_backward_s=sum(t.backward_s for t in times.values()),
-        comm_forward_s=sum(t.forward_comm_s for t in times.values()),
-        comm_backward_s=sum(t.backward_comm_s for t in times.values())
-        - sum(t.backward_comm_s for t in summed),
-        summed_s=sum(t.backward_comm_s for t in summed),
+        compute_forward_s=total.forward_s,
+        compute_backward_s=total.backward_s,
+        comm_forward_s=total.forward_comm_s,
+        comm_backward_s=total.backward_comm_s - layout.summed_s,
+        summed_s=layout.summed_s,
         redo_s=sum(t.forward_s + t.forward_comm_s for t in redone)
         + is_redone * _region_s(local, decision, timer),
         redo_comm_s=sum(t.forward_comm_s for t in redone),
@@ -94,9 +133,7 @@ def make_work(local: LocalBlock, decision: Decision, timer: Timer, workload: Wor
         * host.op_backward
         + len(redone) * host.op_forward
         + is_redone * host.region,
-        weight_backward_s=sum(
-            times[op.name].backward_s / 2 for op in local.ops if _has_weight_gradient(op)
-        ),
+        weight_backward_s=layout.weight_backward_s,
         away_s=away_s(local, timer.cluster) if decision.recompute.mode == "offload" else 0.0,
     )
 

@@ -7,9 +7,10 @@ is in `call_prices`, bytes of stages in `stage_bytes`, whole plans in `plan_pric
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autoplan.block_work import BlockWork, make_work
+from autoplan.block_work import BlockWork, LayoutWork, layout_work, make_work
 from autoplan.call_prices import BlockPrice, call_price
 from autoplan.cluster import Cluster
 from autoplan.frontiers import Decision, Frontiers
@@ -53,7 +54,10 @@ class Pricer:
     frontiers: Frontiers = field(default_factory=Frontiers)
     _plain: dict[tuple[int, int, bool], Decision] = field(default_factory=dict)
     _decisions: dict[tuple[int, int, bool], tuple[Decision, ...]] = field(default_factory=dict)
+    _layouts: dict[tuple[int, int, object], LayoutWork] = field(default_factory=dict)
     _bases: dict[tuple[int, int, object], BlockWork] = field(default_factory=dict)
+    _groups: dict[tuple[object, ...], GroupBytes] = field(default_factory=dict)
+    _names: dict[int, tuple[str, ...]] = field(default_factory=dict)
     _fastest_s: dict[tuple[int, int, bool], float] = field(default_factory=dict)
     _timers: dict[tuple[int, bool], Timer] = field(default_factory=dict)
     _shared: dict[int, frozenset[str]] | None = None
@@ -141,20 +145,26 @@ class Pricer:
         """Return what a decision costs by itself."""
         key = (block, tp, decision.key)
         if key not in self._bases:
-            self._bases[key] = self._make_base(block, decision, tp)
+            timer = self.timer(tp, is_glue=self.trace.blocks[block].is_glue)
+            layout = self._layout(block, decision, tp)
+            self._bases[key] = make_work(layout, decision, timer, self.workload)
         return self._bases[key]
 
-    def _make_base(self, block: int, decision: Decision, tp: int) -> BlockWork:
-        local = localize(
-            self.trace.blocks[block],
-            decision.axes,
-            tp,
-            frozenset() if decision.slices_shared else self.whole_states(block),
-            is_sequence_parallel=decision.is_sequence_parallel,
-            regathers=self.workload.engine.regathers_sequence,
-        )
-        timer = self.timer(tp, is_glue=local.block.is_glue)
-        return make_work(local, decision, timer, self.workload)
+    def _layout(self, block: int, decision: Decision, tp: int) -> LayoutWork:
+        """Return what a decision has in common with others that slice the block alike."""
+        key = (block, tp, decision.layout)
+        if key not in self._layouts:
+            local = localize(
+                self.trace.blocks[block],
+                decision.axes,
+                tp,
+                frozenset() if decision.slices_shared else self.whole_states(block),
+                is_sequence_parallel=decision.is_sequence_parallel,
+                regathers=self.workload.engine.regathers_sequence,
+            )
+            timer = self.timer(tp, is_glue=local.block.is_glue)
+            self._layouts[key] = layout_work(local, timer, self.workload)
+        return self._layouts[key]
 
     def group(self, call: int, decision: Decision, setting: Setting, held: set[str]) -> GroupBytes:
         """Return the parameter bytes of a call; parameters in `held` are there already.
@@ -165,17 +175,34 @@ class Pricer:
             setting: degrees.
             held: canonical FQNs that earlier calls of the stage hold; the call's own are added.
         """
-        block = self.trace.calls[call].block
-        local = self.base(block, decision, setting.tp).local
+        block, names = self.trace.calls[call].block, self._canonical(call)
+        is_new = tuple(
+            name not in held and name not in names[:place] for place, name in enumerate(names)
+        )
+        held.update(names)
+        key = (block, setting.tp, decision.layout, is_new)
+        if key not in self._groups:
+            self._groups[key] = self._make_group(block, decision, setting.tp, is_new)
+        return self._groups[key]
+
+    def _canonical(self, call: int) -> tuple[str, ...]:
+        """Return one name for each state of a call, the same wherever a parameter is shared."""
+        if call not in self._names:
+            canonical = {fqn: group[0] for group in self.trace.shared for fqn in group}
+            states = self.trace.calls[call].states
+            self._names[call] = tuple(canonical.get(fqn, fqn) for fqn in states)
+        return self._names[call]
+
+    def _make_group(
+        self, block: int, decision: Decision, tp: int, is_new: Sequence[bool]
+    ) -> GroupBytes:
+        """Return the bytes of those states of a block that are new to a stage."""
+        local = self._layout(block, decision, tp).local
         ratio = self.workload.parameter_bytes_per_traced_byte
-        canonical = {fqn: group[0] for group in self.trace.shared for fqn in group}
         stored = trained = gathered = grads = largest = tensors = 0
-        states = self.trace.blocks[block].states
-        for state, fqn in zip(states, self.trace.calls[call].states, strict=True):
-            name = canonical.get(fqn, fqn)
-            if name in held:
+        for state, is_own in zip(self.trace.blocks[block].states, is_new, strict=True):
+            if not is_own:
                 continue
-            held.add(name)
             nbytes = local.state_bytes[state.name]
             if not state.is_parameter:
                 stored += nbytes
@@ -214,11 +241,10 @@ class Pricer:
     def shared_before(self, call: int) -> frozenset[str]:
         """Return the parameters of a call that earlier calls read too."""
         if self._held is None:
-            canonical = {fqn: group[0] for group in self.trace.shared for fqn in group}
             seen: set[str] = set()
             self._held = []
-            for trace_call in self.trace.calls:
-                own = {canonical.get(fqn, fqn) for fqn in trace_call.states}
+            for index in range(len(self.trace.calls)):
+                own = set(self._canonical(index))
                 self._held.append(frozenset(own & seen))
                 seen |= own
         return self._held[call]

@@ -85,7 +85,7 @@ def parallelize(
             compiled.
 
     Raises:
-        ValueError: another backend, or tensor parallelism beside it.
+        ValueError: another backend.
         PlanError: the plan belongs to another model or world size. It is raised on every rank.
         EmitError: the plan cannot be run with this model or this torch.
     """
@@ -144,11 +144,6 @@ def _check_compile(plan: Plan, compiler: str | None) -> None:
         raise ValueError(
             f"compile={compiler!r}; allowed are {', '.join(_COMPILERS)}: other backends, such as "
             "eager, do not restore random state where dropout is recomputed"
-        )
-    if plan.mesh.tp > 1:
-        raise ValueError(
-            f"compile={compiler!r} beside tp={plan.mesh.tp}: the collectives inside a block would "
-            "break its graph; leave compile out, or plan with tp=1"
         )
 
 

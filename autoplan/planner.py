@@ -10,7 +10,7 @@ level 1 (`autoplan.setting_solver`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -79,6 +79,7 @@ class Planner:
         frontiers: solves the problems of block classes.
         trace_time_s: seconds spent in capture.
         ops_bounds: cache of `autoplan.bounds.ops_bound`.
+        unusable: options that no plan may use: block class, op, axis.
     """
 
     model: nn.Module
@@ -98,6 +99,8 @@ class Planner:
     _exact: MutableMapping[int, Trace] = field(default_factory=dict)
     _pricers: dict[int, Pricer] = field(default_factory=dict)
     ops_bounds: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    unusable: frozenset[tuple[str, str, str]] = frozenset()
+    _usable: dict[int, Trace] = field(default_factory=dict)
 
     def trace(self, microbatch_size: int) -> Trace:
         """Return the trace for a micro-batch size; sizes above 4 follow from those of 2 and 4."""
@@ -111,6 +114,12 @@ class Planner:
 
     def exact_trace(self, microbatch_size: int) -> Trace:
         """Return the trace of the program captured at a micro-batch size; each is made once."""
+        if microbatch_size not in self._usable:
+            found = self._captured(microbatch_size)
+            self._usable[microbatch_size] = _without(found, self.unusable)
+        return self._usable[microbatch_size]
+
+    def _captured(self, microbatch_size: int) -> Trace:
         if microbatch_size not in self._exact:
             start = time.perf_counter()
             self._exact[microbatch_size] = trace(
@@ -147,6 +156,17 @@ class Planner:
                 frontiers=self.frontiers,
             )
         return self._pricers[microbatch_size]
+
+    def without(self, options: Collection[tuple[str, str, str]]) -> Planner:
+        """Return the same problem without some options: block class, op, axis."""
+        return replace(
+            self,
+            unusable=self.unusable | set(options),
+            _usable={},
+            _traces={},
+            _pricers={},
+            ops_bounds={},
+        )
 
     def forget_prices(self) -> None:
         """Drop what depends on pins and cluster; traces stay."""
@@ -257,6 +277,28 @@ class Planner:
             lookups=dict(self.tally.counts),
         )
         return replace(plan, attached=(self.batch, self.loss_fn))
+
+
+def _without(trace: Trace, unusable: Collection[tuple[str, str, str]]) -> Trace:
+    """Return a trace without some options of its ops; itself where it has none of them."""
+    if not unusable:
+        return trace
+    blocks = tuple(
+        replace(
+            block,
+            ops=tuple(
+                replace(
+                    op,
+                    options=tuple(
+                        o for o in op.options if (block.name, op.name, o.axis) not in unusable
+                    ),
+                )
+                for op in block.ops
+            ),
+        )
+        for block in trace.blocks
+    )
+    return replace(trace, blocks=blocks)
 
 
 def replace_trace(pricer: Pricer, exact: Trace) -> Pricer:

@@ -364,7 +364,7 @@ class _Replay:
 
     def _keep_gradient(self, name: str, nbytes: int) -> None:
         """Keep the gradient of a parameter, or add it to the one there is."""
-        if ("grad", name) in self.tensors:
+        if self.workload.engine.steps_in_backward or ("grad", name) in self.tensors:
             self.tensors.passing(nbytes)
         else:
             self.tensors.make(("grad", name), nbytes)

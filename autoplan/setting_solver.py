@@ -22,7 +22,7 @@ from autoplan.search.problem import (
     Run,
     Status,
 )
-from autoplan.search_options import block_option
+from autoplan.search_options import alike, block_option
 from autoplan.settings import Setting
 from autoplan.stage_bytes import batch_bytes, side_bytes
 from autoplan.stage_ends import even_stage_ends, holders
@@ -227,23 +227,14 @@ def pipeline_problem(
     of tokens, one per tensor-parallel rank.
     """
     pricer = planner.pricer(setting.microbatch_size)
-    live = setting.live()
+    per_call = [
+        pricer.decisions(call.block, setting.tp, is_sequence_parallel=is_sequence_parallel)
+        for call in pricer.trace.calls
+    ]
     runs: list[Run] = []
-    per_call: list[tuple[Decision, ...]] = []
     previous: Any = None
-    for call, trace_call in enumerate(pricer.trace.calls):
-        decisions = pricer.decisions(
-            trace_call.block, setting.tp, is_sequence_parallel=is_sequence_parallel
-        )
-        per_call.append(decisions)
-        is_last = call == len(pricer.trace.calls) - 1
-        options = tuple(
-            _by_rank(
-                block_option(pricer, call, d, setting, live[-1] if is_last else live[0]), setting
-            )
-            for d in decisions
-        )
-        key = (trace_call.block, options)
+    for call, options in enumerate(_options(pricer, setting, per_call)):
+        key = (pricer.trace.calls[call].block, options)
         if runs and key == previous:
             runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
         else:
@@ -251,6 +242,24 @@ def pipeline_problem(
         previous = key
     fastest = [decisions[0] for decisions in per_call]
     return _pipeline(planner, setting, tuple(runs), fastest, is_sequence_parallel), per_call
+
+
+def _options(
+    pricer: Pricer, setting: Setting, per_call: Sequence[Sequence[Decision]]
+) -> list[tuple[BlockOption, ...]]:
+    """Return the options of each call, computed once for calls of a kind."""
+    live = setting.live()
+    found: list[tuple[BlockOption, ...]] = [()] * len(per_call)
+    for calls in alike(pricer, setting):
+        first = calls[0]
+        alive = live[-1] if first == len(per_call) - 1 else live[0]
+        options = tuple(
+            _by_rank(block_option(pricer, first, decision, setting, alive), setting)
+            for decision in per_call[first]
+        )
+        for call in calls:
+            found[call] = options
+    return found
 
 
 def _by_rank(option: BlockOption, setting: Setting) -> BlockOption:

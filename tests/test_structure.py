@@ -19,7 +19,8 @@ REPOSITORY = Path(__file__).parent.parent
 # The layers in the order in which the data flows; a module imports only its own and lower ones,
 # where it is imported (not only named for types, and not inside a function).
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "units", "compat", "mask_causality"),
+    ("errors", "units", "patching"),
+    ("compat", "mask_causality"),
     ("codec",),
     ("profiles", "search"),
     ("schedules", "stage_costs", "timeline", "nodes", "meshes"),
@@ -36,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "plan",
     ),
     ("redistribution", "program", "hf", "interpreter", "processes"),
-    ("collectives",),
+    ("collectives", "thread_ranks"),
     (
         "autocast",
         "blocks",
@@ -58,6 +59,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "axis_rules",
         "view_rules",
         "sharding",
+        "axis_sizes",
+        "shrinking",
         "dimension_rules",
         "dimension_evidence",
         "dimensions",
@@ -131,6 +134,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "device_meshes",
         "evaluation",
         "layout_numerics",
+        "rank_numerics",
         "emitter",
     ),
     ("training", "op_runner", "op_profiler"),
