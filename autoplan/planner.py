@@ -40,7 +40,7 @@ from autoplan.plan_writer import write_plan
 from autoplan.scaling import interpolate
 from autoplan.search.mesh import Candidate, MeshResult, Progress, search_settings
 from autoplan.search.problem import PipelineSolution
-from autoplan.setting_solver import pipeline_problem, solve_setting
+from autoplan.setting_solver import Posed, pipeline_problem, relaxation_bound, solve_setting
 from autoplan.settings import (
     NO_LIMITS,
     Optimizer,
@@ -79,6 +79,7 @@ class Planner:
         frontiers: solves the problems of block classes.
         trace_time_s: seconds spent in capture.
         ops_bounds: cache of `autoplan.bounds.ops_bound`.
+        posed: cache of `autoplan.setting_solver`.
     """
 
     model: nn.Module
@@ -98,6 +99,7 @@ class Planner:
     _exact: MutableMapping[int, Trace] = field(default_factory=dict)
     _pricers: dict[int, Pricer] = field(default_factory=dict)
     ops_bounds: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    posed: dict[tuple[Setting, bool, bool], Posed] = field(default_factory=dict)
 
     def trace(self, microbatch_size: int) -> Trace:
         """Return the trace for a micro-batch size; sizes above 4 follow from those of 2 and 4."""
@@ -152,6 +154,7 @@ class Planner:
         """Drop what depends on pins and cluster; traces stay."""
         self._pricers = {}
         self.ops_bounds = {}
+        self.posed = {}
 
     def settings(self) -> list[Setting]:
         """Return every setting of the space under the pins.
@@ -212,6 +215,7 @@ class Planner:
                     lambda s=setting: blocks_bound(self, s),  # type: ignore[misc]
                     lambda s=setting: frontiers_bound(self, s),  # type: ignore[misc]
                     lambda s=setting: memory_bound(self, s),  # type: ignore[misc]
+                    lambda s=setting: relaxation_bound(self, s),  # type: ignore[misc]
                 ),
                 waits=setting.virtual_stages > 1,
                 solve=lambda cutoff, limit, s=setting: solve_setting(self, s, cutoff, limit),  # type: ignore[misc]
