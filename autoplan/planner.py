@@ -41,7 +41,7 @@ from autoplan.plan_writer import write_plan
 from autoplan.scaling import interpolate
 from autoplan.search.mesh import Candidate, MeshResult, Progress, search_settings
 from autoplan.search.problem import PipelineSolution
-from autoplan.setting_solver import pipeline_problem, solve_setting
+from autoplan.setting_solver import Posed, pipeline_problem, relaxation_bound, solve_setting
 from autoplan.settings import (
     NO_LIMITS,
     Setting,
@@ -80,6 +80,7 @@ class Planner:
         trace_time_s: seconds spent in capture.
         ops_bounds: cache of `autoplan.bounds.ops_bound`.
         unusable: options that no plan may use: block class, op, axis.
+        posed: cache of `autoplan.setting_solver`.
     """
 
     model: nn.Module
@@ -101,6 +102,7 @@ class Planner:
     ops_bounds: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     unusable: frozenset[tuple[str, str, str]] = frozenset()
     _usable: dict[int, Trace] = field(default_factory=dict)
+    posed: dict[tuple[Setting, bool, bool], Posed] = field(default_factory=dict)
 
     def trace(self, microbatch_size: int) -> Trace:
         """Return the trace for a micro-batch size; sizes above 4 follow from those of 2 and 4."""
@@ -159,19 +161,18 @@ class Planner:
 
     def without(self, options: Collection[tuple[str, str, str]]) -> Planner:
         """Return the same problem without some options: block class, op, axis."""
-        return replace(
-            self,
-            unusable=self.unusable | set(options),
-            _usable={},
-            _traces={},
-            _pricers={},
-            ops_bounds={},
-        )
+        unusable = self.unusable | set(options)
+        return self.unpriced(unusable=unusable, _usable={}, _traces={})
+
+    def unpriced(self, **changes: Any) -> Planner:
+        """Return the same problem with changes, without anything that was priced."""
+        return replace(self, _pricers={}, ops_bounds={}, posed={}, **changes)
 
     def forget_prices(self) -> None:
         """Drop what depends on pins and cluster; traces stay."""
         self._pricers = {}
         self.ops_bounds = {}
+        self.posed = {}
 
     def settings(self) -> list[Setting]:
         """Return every setting of the space under the pins.
@@ -232,6 +233,7 @@ class Planner:
                     lambda s=setting: blocks_bound(self, s),  # type: ignore[misc]
                     lambda s=setting: frontiers_bound(self, s),  # type: ignore[misc]
                     lambda s=setting: memory_bound(self, s),  # type: ignore[misc]
+                    lambda s=setting: relaxation_bound(self, s),  # type: ignore[misc]
                 ),
                 waits=setting.virtual_stages > 1,
                 solve=lambda cutoff, limit, s=setting: solve_setting(self, s, cutoff, limit),  # type: ignore[misc]

@@ -51,12 +51,14 @@ def _make_option(
     if not wrapped:
         if setting.num_microbatches > 1:
             working = max(working, block.accumulating.backward_peak - memory.kept)
+    elif setting.zero_stage <= 1:
+        # Gradients stay whole until the last micro-batch, in the dtype in which they are reduced.
+        is_mixed = pricer.workload.mixed_precision != "none"
+        resident += group.gathered + (group.gathered_grads if block.is_glue else 0)
+        grads = max(grads, group.trained if is_mixed else group.gathered_grads)
+        working += 0 if block.is_glue else group.gathered_grads
     elif block.is_glue:
         resident += group.gathered + group.gathered_grads
-    elif setting.zero_stage <= 1:
-        resident += group.gathered
-        grads = max(grads, group.gathered_grads)
-        working += group.gathered_grads
     elif setting.zero_stage == 2:
         resident += group.gathered
         working += group.gathered_grads

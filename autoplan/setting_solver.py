@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autoplan.cluster import Cluster
@@ -12,8 +12,10 @@ from autoplan.frontiers import Decision
 from autoplan.graph import Trace
 from autoplan.interleaving import dealt, even_rank_ends, rank_cuts
 from autoplan.plan_prices import plan_price
+from autoplan.search.columns import KnownStages
 from autoplan.search.evaluate import block_options, stage_costs
-from autoplan.search.pipeline import solve_pipeline
+from autoplan.search.mesh import NOTHING_FITS, Refinement
+from autoplan.search.pipeline import relaxed_bound, solve_pipeline
 from autoplan.search.problem import (
     SLOWNESS_UNIT,
     BlockOption,
@@ -30,13 +32,49 @@ from autoplan.stage_ends import even_stage_ends, holders
 if TYPE_CHECKING:
     from autoplan.planner import Planner
 
-__all__ = ["pipeline_problem", "solve_setting"]
+__all__ = ["Posed", "pipeline_problem", "relaxation_bound", "solve_setting"]
 
 _MAX_REPAIRS = 8
 _UNEVEN = 0.01  # by which stages of a rank may make a step longer than even ones would
 _GRAIN_BITS = 12  # a stage's time is rounded up by 2**-12 of it at most, 0.025 %
 _ONCE_GRAIN_BITS = 10  # what is paid once a step by 2**-10 of the step at most, 0.1 %
 _MOST_EXACT_BLOCKS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Posed:
+    """The problem of a setting for one way in which activations cross borders of blocks.
+
+    Attributes:
+        problem: with the capacities of the devices.
+        per_call: the decisions behind its options.
+        calibrated: capacities, as far above those as the linear memory is above the exact one.
+        bound: ticks below which no solution within them is; None: there is none.
+        known: its stages that are solved.
+    """
+
+    problem: PipelineProblem
+    per_call: Sequence[tuple[Decision, ...]]
+    calibrated: tuple[int, ...]
+    bound: int | None
+    known: KnownStages
+
+
+def _posed(planner: Planner, setting: Setting, is_sequence_parallel: bool) -> Posed:
+    """Return the problem of a setting, posed once."""
+    key = (setting, is_sequence_parallel, planner.even_cuts)
+    if key not in planner.posed:
+        problem, per_call = pipeline_problem(planner, setting, is_sequence_parallel)
+        calibrated = _calibrated(planner, setting, problem, per_call)
+        bound = relaxed_bound(replace(problem, capacity=calibrated))
+        planner.posed[key] = Posed(
+            problem=problem,
+            per_call=per_call,
+            calibrated=calibrated,
+            bound=None if bound is None else bound // setting.virtual_stages,
+            known={},
+        )
+    return planner.posed[key]
 
 
 def solve_setting(
@@ -78,54 +116,41 @@ def _solve_borders(
     time_limit_s: float,
 ) -> PipelineSolution:
     """Return the best cuts and options where activations cross the borders of blocks in one way."""
-    problem, per_call = pipeline_problem(planner, setting, is_sequence_parallel)
-    if cutoff is not None:
-        fastest = _solved(setting, _at_best(problem), cutoff, time_limit_s)
-        if fastest.status == "infeasible":
-            return fastest
-    capacities = (_calibrated(planner, setting, problem, per_call), problem.capacity)
-    for capacity in dict.fromkeys(capacities):
-        start = replace(problem, capacity=capacity)
-        solution, is_first = _repaired(planner, setting, start, per_call, cutoff, time_limit_s)
+    posed = _posed(planner, setting, is_sequence_parallel)
+    if posed.bound is None or (cutoff is not None and posed.bound >= cutoff):
+        return _without(cutoff)
+    for capacity in dict.fromkeys((posed.calibrated, posed.problem.capacity)):
+        solution, is_first = _repaired(planner, setting, posed, capacity, cutoff, time_limit_s)
         if solution.options or is_first:
             break
     return replace(solution, variant=int(is_sequence_parallel))
 
 
-def _at_best(problem: PipelineProblem) -> PipelineProblem:
-    """Return a relaxation without memory, in which every block is at its best in all numbers."""
-    runs = tuple(
-        Run(
-            count=run.count,
-            options=(
-                BlockOption(
-                    forward=min(o.forward + o.backward for o in run.options),
-                    backward=0,
-                    once=min(o.once for o in run.options),
-                    kept=0,
-                    static=0,
-                    working=0,
-                ),
-            ),
-        )
-        for run in problem.runs
-    )
-    none = (0,) * problem.num_stages
-    return replace(problem, runs=runs, fixed=none, capacity=none)
+def relaxation_bound(planner: Planner, setting: Setting) -> Refinement:
+    """Return a bound from the best cuts of a relaxation of each stage, or why nothing fits."""
+    if setting.virtual_stages > 1:
+        return Refinement()
+    borders = planner.pricer(setting.microbatch_size).borders(setting.tp)
+    found = [_posed(planner, setting, is_sliced).bound for is_sliced in borders]
+    bounds = [bound for bound in found if bound is not None]
+    if not bounds:
+        return Refinement(infeasible=NOTHING_FITS)
+    return Refinement(bound=min(bounds))
 
 
 def _repaired(
     planner: Planner,
     setting: Setting,
-    problem: PipelineProblem,
-    per_call: Sequence[Sequence[Decision]],
+    posed: Posed,
+    capacity: tuple[int, ...],
     cutoff: int | None,
     time_limit_s: float,
 ) -> tuple[PipelineSolution, bool]:
     """Return a solution that fits exactly, or one without options, and if that came at once."""
-    pricer = planner.pricer(setting.microbatch_size)
+    pricer, per_call = planner.pricer(setting.microbatch_size), posed.per_call
+    problem = replace(posed.problem, capacity=capacity)
     for attempt in range(_MAX_REPAIRS):
-        by_rank = solution = _solved(setting, problem, cutoff, time_limit_s)
+        by_rank = solution = _solved(setting, problem, cutoff, time_limit_s, posed.known)
         if not solution.options:
             return solution, attempt == 0
         if setting.virtual_stages > 1:
@@ -145,10 +170,14 @@ def _repaired(
             for room, used, over in zip(problem.capacity, linear, excess, strict=True)
         )
         problem = replace(problem, capacity=capacity)
-    none = PipelineSolution(
+    return _without(cutoff), False
+
+
+def _without(cutoff: int | None) -> PipelineSolution:
+    """Return that nothing is below the cutoff."""
+    return PipelineSolution(
         status="infeasible", ends=(), options=(), objective=0, bound=cutoff or 0
     )
-    return none, False
 
 
 def _as_dealt(
@@ -163,15 +192,17 @@ def _as_dealt(
     is_even = objective <= solution.objective * (1 + _UNEVEN)
     is_wanted = is_even or "virtual_stages" in planner.pins
     if not is_wanted or (cutoff is not None and objective >= cutoff):
-        return PipelineSolution(
-            status="infeasible", ends=(), options=(), objective=0, bound=cutoff or 0
-        )
+        return _without(cutoff)
     bound = objective if solution.status == "optimal" else solution.bound
     return replace(solution, objective=objective, bound=bound)
 
 
 def _solved(
-    setting: Setting, problem: PipelineProblem, cutoff: int | None, time_limit_s: float
+    setting: Setting,
+    problem: PipelineProblem,
+    cutoff: int | None,
+    time_limit_s: float,
+    known: KnownStages,
 ) -> PipelineSolution:
     """Return the solution of a problem whose times are a number of ticks for each stage of a rank.
 
@@ -180,7 +211,7 @@ def _solved(
     """
     v = setting.virtual_stages
     scaled = None if cutoff is None else cutoff * v
-    found = solve_pipeline(problem, cutoff=scaled, time_limit_s=time_limit_s)
+    found = solve_pipeline(problem, cutoff=scaled, time_limit_s=time_limit_s, known=known)
     return replace(found, objective=found.objective // v, bound=found.bound // v)
 
 
@@ -196,9 +227,14 @@ def _calibrated(
     """
     pricer = planner.pricer(setting.microbatch_size)
     ends = _even_ends(pricer.trace, setting)
+    live = [
+        alive
+        for alive, start, end in zip(problem.live, (0, *ends), ends, strict=False)
+        for _ in range(start, end)
+    ]
     leanest = [
-        min(range(len(own)), key=lambda i: own[i].static + own[i].kept + own[i].working)
-        for own in block_options(problem)
+        min(range(len(own)), key=lambda i: own[i].static + alive * own[i].kept + own[i].working)
+        for own, alive in zip(block_options(problem), live, strict=True)
     ]
     linear = [cost.memory for cost in stage_costs(problem, ends, leanest)]
     solution = PipelineSolution(

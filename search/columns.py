@@ -25,12 +25,15 @@ from numpy.typing import NDArray
 from autoplan.search.evaluate import rounded_up
 from autoplan.search.partition import UNREACHABLE, Columns
 from autoplan.search.problem import SLOWNESS_UNIT, PipelineProblem, Run
-from autoplan.search.stage import solve_stage
+from autoplan.search.stage import StageSolution, solve_stage
 
-__all__ = ["Column", "StageKey", "StageTable", "stage_runs"]
+__all__ = ["Column", "KnownStages", "StageKey", "StageTable", "stage_runs"]
 
 StageKey = tuple[int, int, tuple[int, ...]]
 """What the columns of a stage depend on: live, room, number of blocks of each run."""
+
+KnownStages = dict[tuple[StageKey, int], StageSolution]
+"""Solved stages by key and limit of `once`; problems that differ in capacities only share them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +62,11 @@ class StageTable:
         num_solved: calls of CP-SAT and of what spares it.
     """
 
-    def __init__(self, problem: PipelineProblem, time: NDArray[np.int64]):
+    def __init__(
+        self, problem: PipelineProblem, time: NDArray[np.int64], known: KnownStages | None = None
+    ):
         self.problem = problem
+        self.known = {} if known is None else known
         self.time = time
         self.once = _interval_once(problem)
         self.num_solved = 0
@@ -119,16 +125,20 @@ class StageTable:
         if any(column.counts for column in self._columns[key]):
             half = (region.least_once + region.most_once) // 2
             limit = half - half % self.problem.once_grain
-        found = solve_stage(
-            stage_runs(self.problem, counts),
-            live,
-            room,
-            limit,
-            time_limit_s=max(deadline - clock.monotonic(), 0.0),
-            seed=seed,
-            workers=workers,
-            grain=self.problem.grain,
-        )
+        found = self.known.get((key, limit))
+        if found is None:
+            found = solve_stage(
+                stage_runs(self.problem, counts),
+                live,
+                room,
+                limit,
+                time_limit_s=max(deadline - clock.monotonic(), 0.0),
+                seed=seed,
+                workers=workers,
+                grain=self.problem.grain,
+            )
+            if found.status in ("optimal", "infeasible"):
+                self.known[key, limit] = found
         grain, once_grain = self.problem.grain, self.problem.once_grain
         left = [column for column in self._columns[key] if column is not region]
         if limit < region.most_once:

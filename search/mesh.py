@@ -22,6 +22,7 @@ from typing import Literal
 from autoplan.search.problem import PipelineSolution, Status
 
 __all__ = [
+    "NOTHING_FITS",
     "Candidate",
     "MeshResult",
     "Outcome",
@@ -34,6 +35,8 @@ __all__ = [
 OutcomeKind = Literal["best", "slower", "cut", "infeasible", "unexplored"]
 
 _Key = tuple[int, ...]
+
+NOTHING_FITS = "no cut and choice of options fits the memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +69,7 @@ class Candidate:
     solve: Callable[[int | None, float], PipelineSolution]
     refinements: tuple[Callable[[], Refinement], ...] = ()
     infeasible: str | None = None
-    reason_without: str = "no cut and choice of options fits the memory"
+    reason_without: str = NOTHING_FITS
     waits: bool = False
 
 

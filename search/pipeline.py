@@ -30,7 +30,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from autoplan.search.columns import StageTable, stage_runs
+from autoplan.search.columns import KnownStages, StageTable, stage_runs
 from autoplan.search.evaluate import (
     cut_positions,
     option_numbers,
@@ -50,7 +50,7 @@ from autoplan.search.problem import (
 )
 from autoplan.search.stage import stage_time_bounds
 
-__all__ = ["solve_pipeline"]
+__all__ = ["relaxed_bound", "solve_pipeline"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,6 +82,7 @@ def solve_pipeline(
     seed: int = 0,
     workers: int = 1,
     log: Callable[[str], None] | None = None,
+    known: KnownStages | None = None,
 ) -> PipelineSolution:
     """Return the cuts and options of least objective.
 
@@ -92,6 +93,8 @@ def solve_pipeline(
         seed: of the solver.
         workers: threads of the solver.
         log: receives a line per round.
+        known: stages solved before, of problems with the same runs, grains and slowness; those that
+            are solved here are added.
 
     Returns:
         The solution. Its status is
@@ -107,7 +110,7 @@ def solve_pipeline(
     """
     verify_pipeline_problem(problem)
     deadline = clock.monotonic() + time_limit_s
-    search = _start(problem, deadline, seed, workers)
+    search = _start(problem, deadline, seed, workers, known)
     if not _cut_by_bounds(search, cutoff, log):
         return _without_solution("infeasible", cutoff or 0)
     best = search.best
@@ -116,7 +119,22 @@ def solve_pipeline(
     return _finish(search, best)
 
 
-def _start(problem: PipelineProblem, deadline: float, seed: int, workers: int) -> _Search:
+def relaxed_bound(problem: PipelineProblem) -> int | None:
+    """Return ticks below which no solution is, or None if there is none: what a search starts with.
+
+    Raises:
+        ValueError: if the problem is malformed.
+    """
+    verify_pipeline_problem(problem)
+    table = _start(problem, 0.0, 0, 1, None).table
+    columns, weight = table.columns(), problem.num_microbatches - 1
+    partition = best_partition(table.time, table.once, columns, weight)
+    return None if partition is None else partition.objective + problem.constant
+
+
+def _start(
+    problem: PipelineProblem, deadline: float, seed: int, workers: int, known: KnownStages | None
+) -> _Search:
     """Return the state before the first round."""
     left = tuple(_undominated_options(run.options) for run in problem.runs)
     runs = tuple(
@@ -127,7 +145,7 @@ def _start(problem: PipelineProblem, deadline: float, seed: int, workers: int) -
     return _Search(
         problem=reduced,
         original=left,
-        table=StageTable(reduced, _interval_bounds(reduced)),
+        table=StageTable(reduced, _interval_bounds(reduced), known),
         deadline=deadline,
         seed=seed,
         workers=workers,
