@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoplan.frontiers import Decision
-from autoplan.fusion import fused_kernels, joined
+from autoplan.fusion import fused_kernels, joined, with_narrow_operands
 from autoplan.inner_recompute import folded
 from autoplan.liveness import BlockMemory, block_memory, needed_marks, redone_ops
 from autoplan.local import LocalBlock, LocalOp
@@ -157,6 +157,8 @@ def memory_views(
     if workload.is_compiled and not local.block.is_glue:
         kept = joined(kept)
         recompute = needed_marks(kept, recompute)
+        if workload.product_dtype is not None:
+            kept = with_narrow_operands(kept)
     is_fused = engine.has_gradient_buffer and engine.fuses_gradients and not local.block.is_glue
     return kept, _without_gradients(kept) if is_fused else kept, recompute
 

@@ -189,8 +189,8 @@ def _twin_text(twins: tuple[TwinRun, ...], reason: str) -> str:
 def _verdict(one: LayoutNumerics) -> str:
     if one.error is None:
         return one.reason
-    where = f", {one.reason}" if one.is_wrong else ""
-    return f"tp={one.degree} differs from the whole block by {one.error:.0e}{where}"
+    where = f", {one.reason}" if one.reason else ""
+    return f"tp={one.degree}, run {one.form}, differs from the whole by {one.error:.0e}{where}"
 
 
 def _broken_rules(plan: Plan, target: Cluster, loaded: LoadedModel) -> tuple[str, ...]:

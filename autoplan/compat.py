@@ -22,6 +22,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.tensor import placement_types
 
 from autoplan.errors import EmitError
+from autoplan.patching import replaced
 
 __all__ = [
     "RingStage",
@@ -30,7 +31,6 @@ __all__ = [
     "flatten_axes",
     "has_other_readers",
     "is_strided",
-    "memory_group",
     "on_sends",
     "pieces_of",
     "play",
@@ -69,9 +69,10 @@ _ComputationType = _probe(torch_schedules, "_ComputationType")
 _batch_p2p = _probe(torch_schedules, "_batch_p2p")
 
 
-def flatten_axes(mesh: DeviceMesh, name: str) -> None:
-    """Make several axes of a mesh also one, of that name."""
-    _flatten(mesh, name)
+def flatten_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return all axes of a mesh as one, of that name; made once for every root mesh."""
+    flat: DeviceMesh = _flatten(mesh, name)
+    return flat
 
 
 def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
@@ -123,77 +124,6 @@ def has_other_readers(tensor: torch.Tensor) -> bool:
     return bool(count() > 1)
 
 
-_Group: Any = dist.ProcessGroup  # the signatures of its methods differ between versions
-_Work: Any = dist.Work
-
-
-class _MemoryGroup(_Group):  # type: ignore[misc]
-    """A group of threads of this process; collectives take what `exchange` hands over."""
-
-    def __init__(self, rank: int, size: int, exchange: Callable[[int, Any], list[Any]]) -> None:
-        super().__init__(rank, size)
-        self._own, self._count, self._exchange = rank, size, exchange
-
-    def size(self) -> int:
-        return self._count
-
-    def rank(self) -> int:
-        return self._own
-
-    def getBackendName(self) -> str:
-        return "memory"
-
-    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
-        every = self._exchange(self._own, [x.clone() for x in tensors])
-        is_max = options is not None and options.reduceOp == dist.ReduceOp.MAX
-        for index, tensor in enumerate(tensors):
-            stacked = torch.stack([given[index] for given in every])
-            tensor.copy_(stacked.amax(0) if is_max else stacked.sum(0))
-        return _Done()
-
-    def _allgather_base(
-        self, output: torch.Tensor, given: torch.Tensor, options: Any = None
-    ) -> Any:
-        output.copy_(torch.cat(self._exchange(self._own, given.clone())).view_as(output))
-        return _Done()
-
-    def _reduce_scatter_base(
-        self, output: torch.Tensor, given: torch.Tensor, options: Any = None
-    ) -> Any:
-        total = torch.stack(self._exchange(self._own, given.clone())).sum(0)
-        output.copy_(total.chunk(self._count)[self._own].view_as(output))
-        return _Done()
-
-    def alltoall_base(
-        self,
-        output: torch.Tensor,
-        given: torch.Tensor,
-        output_sizes: Any,
-        input_sizes: Any,
-        options: Any = None,
-    ) -> Any:
-        every = self._exchange(self._own, given.clone())
-        output.copy_(torch.cat([x.chunk(self._count)[self._own] for x in every]).view_as(output))
-        return _Done()
-
-    # torch 2.13 has other names for these.
-    all_gather_single = _allgather_base
-    reduce_scatter_single = _reduce_scatter_base
-    all_to_all_single = alltoall_base
-
-
-class _Done(_Work):  # type: ignore[misc]
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-
-def memory_group(
-    rank: int, size: int, exchange: Callable[[int, Any], list[Any]]
-) -> dist.ProcessGroup:
-    """Return the process group of a thread; `exchange(rank, value)` returns all ranks' values."""
-    return _MemoryGroup(rank, size, exchange)
-
-
 @contextlib.contextmanager
 def fake_processes(world_size: int, rank: int) -> Iterator[None]:
     """Make this process rank `rank` of a group whose collectives send nothing.
@@ -204,24 +134,17 @@ def fake_processes(world_size: int, rank: int) -> Iterator[None]:
     from torch.distributed.fsdp._fully_shard import _fsdp_param
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    patched: dict[str, Any] = {"_get_init_p2p_neighbors_ops": lambda self: []}
+    stage_methods: dict[str, Any] = {"_get_init_p2p_neighbors_ops": lambda self: []}
     for name in ("_warmup_forward_vote", "_warmup_backward_result"):
-        patched[name] = lambda self, *args, **kwargs: _One()
-    before = {n: getattr(PipelineStage, n) for n in patched if hasattr(PipelineStage, n)}
+        stage_methods[name] = lambda self, *args, **kwargs: _One()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    for name in before:
-        setattr(PipelineStage, name, patched[name])
-    chunking = "_chunk_with_empty"
-    chunks = getattr(_fsdp_param, chunking, None)
-    if chunks is not None:
-        setattr(_fsdp_param, chunking, _Chunks)
     try:
-        yield
+        with (
+            replaced(PipelineStage, **stage_methods),
+            replaced(_fsdp_param, _chunk_with_empty=_Chunks),
+        ):
+            yield
     finally:
-        if chunks is not None:
-            setattr(_fsdp_param, chunking, chunks)
-        for name, method in before.items():
-            setattr(PipelineStage, name, method)
         dist.destroy_process_group()
 
 

@@ -7,13 +7,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autoplan import compat
 from autoplan.meshes import HasDegrees
 
-__all__ = ["make_device_mesh", "sharding_mesh"]
+__all__ = ["axis_of", "make_device_mesh", "sharding_mesh"]
+
+_SPLIT = ("dp_replicate", "dp_shard")
 
 
 def make_device_mesh(mesh: HasDegrees, dp_replicate: int, device_type: str) -> DeviceMesh:
     """Return the mesh of all processes, with axes `pp`, `dp` and `tp`, outermost first in order.
 
-    With replicas `dp` is also two axes, `dp_replicate` and `dp_shard`.
+    With replicas `dp` is two axes, `dp_replicate` and `dp_shard`; see `axis_of`.
 
     Args:
         mesh: degrees and their order.
@@ -23,15 +25,21 @@ def make_device_mesh(mesh: HasDegrees, dp_replicate: int, device_type: str) -> D
     sizes = {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp}
     names: list[str] = []
     for name in reversed(mesh.axis_order.split("-")):
-        names += ["dp_replicate", "dp_shard"] if name == "dp" and dp_replicate > 1 else [name]
+        names += _SPLIT if name == "dp" and dp_replicate > 1 else (name,)
     sizes |= {"dp_replicate": dp_replicate, "dp_shard": mesh.dp // dp_replicate}
     shape = tuple(sizes[name] for name in names)
     made = init_device_mesh(device_type, shape, mesh_dim_names=tuple(names))
-    if dp_replicate > 1:
-        compat.flatten_axes(made["dp_replicate", "dp_shard"], "dp")
+    axis_of(made, "dp")  # all ranks make its groups now, in one order
     return made
+
+
+def axis_of(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return the axis `pp`, `dp` or `tp`; `dp` also where it is two axes."""
+    if name == "dp" and set(_SPLIT) <= set(mesh.mesh_dim_names or ()):
+        return compat.flatten_axes(mesh[_SPLIT], "dp")
+    return mesh[name]
 
 
 def sharding_mesh(mesh: DeviceMesh, dp_replicate: int) -> DeviceMesh:
     """Return the mesh that FSDP takes: `dp`, or replicas times shards (hybrid sharding)."""
-    return mesh["dp_replicate", "dp_shard"] if dp_replicate > 1 else mesh["dp"]
+    return mesh[_SPLIT] if dp_replicate > 1 else mesh["dp"]

@@ -37,17 +37,22 @@ class LayoutNumerics:
         block: name of the class.
         layout: name of the layout in the plan.
         degree: tensor-parallel ranks.
+        form: what was run: the block `as captured`, `smaller` (all of it, on smaller tensors), its
+            sharded ops `op by op`, on smaller tensors too, or `not run`.
         error: largest difference over the largest entry, of outputs and gradients; None: not run.
-        reason: why it was not run, or which tensor differs; empty where it is right.
+        reason: why it or some ops were not run, or which tensor differs; empty where it is right.
         is_wrong: it was run, and differs.
+        blamed: the ops, with their axes, that a wrong layout should not slice so.
     """
 
     block: str
     layout: str
     degree: int
+    form: str = "as captured"
     error: float | None
     reason: str
     is_wrong: bool
+    blamed: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

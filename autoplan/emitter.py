@@ -22,7 +22,7 @@ from autoplan.backends import Backend
 from autoplan.batches import BatchDims
 from autoplan.calls import BoundCall, bind_call, install
 from autoplan.capturer import capture, meta_copy
-from autoplan.device_meshes import make_device_mesh, sharding_mesh
+from autoplan.device_meshes import axis_of, make_device_mesh, sharding_mesh
 from autoplan.entries import Entry, leaving
 from autoplan.errors import EmitError, PlanError
 from autoplan.evaluation import Evaluator, RankEvaluator
@@ -53,6 +53,7 @@ from autoplan.stages import (
 from autoplan.step_buffers import StepBuffers, changed_states
 from autoplan.step_means import StepMeans, find_denominators
 from autoplan.tensor_parallel import lower_calls, whole_calls
+from autoplan.written_inputs import with_own_inputs
 
 __all__ = ["captured_for", "emit_stage", "parallelize"]
 
@@ -84,7 +85,7 @@ def parallelize(
             compiled.
 
     Raises:
-        ValueError: another backend, or tensor parallelism beside it.
+        ValueError: another backend.
         PlanError: the plan belongs to another model or world size. It is raised on every rank.
         EmitError: the plan cannot be run with this model or this torch.
     """
@@ -144,11 +145,6 @@ def _check_compile(plan: Plan, compiler: str | None) -> None:
             f"compile={compiler!r}; allowed are {', '.join(_COMPILERS)}: other backends, such as "
             "eager, do not restore random state where dropout is recomputed"
         )
-    if plan.mesh.tp > 1:
-        raise ValueError(
-            f"compile={compiler!r} beside tp={plan.mesh.tp}: the collectives inside a block would "
-            "break its graph; leave compile out, or plan with tp=1"
-        )
 
 
 def _check_world(plan: Plan) -> None:
@@ -205,7 +201,7 @@ def _mesh(plan: Plan, device: torch.device, timeout_s: float) -> DeviceMesh | No
     mesh = make_device_mesh(plan.mesh, plan.mesh.dp_replicate, device.type)
     split = ("dp_replicate", "dp_shard") if plan.mesh.dp_replicate > 1 else ()
     for name in ("pp", "dp", "tp", *split):
-        compat.set_timeout(mesh[name].get_group(), timeout_s)
+        compat.set_timeout(axis_of(mesh, name).get_group(), timeout_s)
     return mesh
 
 
@@ -257,7 +253,7 @@ class _Emission:
         """Return a stage of this rank, and the text of what it runs."""
         program = self.program
         root = build_root(self.model, root_contents(self.model, program, stage), self.device)
-        group = self.mesh["dp"].get_group() if self.mesh is not None else None
+        group = axis_of(self.mesh, "dp").get_group() if self.mesh is not None else None
         means = self._means(stage, root, group)
         calls = self._bind_calls(stage, root, means)
         buffers = StepBuffers.of(root, changed_states(program, stage), group)
@@ -301,7 +297,7 @@ class _Emission:
         )
 
     def _rank(self, name: str) -> int:
-        return self.mesh[name].get_local_rank() if self.mesh is not None else 0
+        return axis_of(self.mesh, name).get_local_rank() if self.mesh is not None else 0
 
     @property
     def _is_mixed(self) -> bool:
@@ -322,7 +318,7 @@ class _Emission:
             call = program.calls[block.call]
             recompute = plan.recompute[block.recompute]
             calls[block.call] = bind_call(
-                means.bind(program, block.call, local[block.call].graph),
+                with_own_inputs(plan, means.bind(program, block.call, local[block.call].graph)),
                 call.states,
                 root,
                 mode=recompute.mode,

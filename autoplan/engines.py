@@ -51,6 +51,12 @@ class Engine:
             under ZeRO-3 (torchtitan, `apply_fsdp`).
         compiles_glue: where a model is compiled, so are embedding, head and loss; torchtitan
             compiles each block alone, and later the loss.
+        steps_in_backward: every parameter is updated as soon as it has its gradient, which then
+            goes (torch, `register_post_accumulate_grad_hook`; torchtune, `optimizer_in_bwd`).
+        bucket_elements: gradients are reduced through a buffer of so many elements (DeepSpeed,
+            `reduce_bucket_size`).
+        live_elements: parameters of so many elements stay gathered under ZeRO-3 (DeepSpeed,
+            `stage3_max_live_parameters` and `stage3_max_reuse_distance`).
     """
 
     name: str
@@ -70,6 +76,9 @@ class Engine:
     output_buffers: int = 0
     keeps_last_gathered: bool = False
     compiles_glue: bool = True
+    steps_in_backward: bool = False
+    bucket_elements: int = 0
+    live_elements: int = 0
 
 
 AUTOPLAN = Engine(name="autoplan")
@@ -125,6 +134,17 @@ ENGINES = {
     # DeepSpeed's pipeline engine and ZeRO-1 around Megatron-LM's layers.
     "megatron-deepspeed": replace(
         _MEGATRON_FP16, name="megatron-deepspeed", is_flat=True, loss="cloned", output_buffers=2
+    ),
+    # DeepSpeed's ZeRO around a torch model: 16-bit gradients and their partition, fused Adam, and
+    # the buckets of its default configuration.
+    "deepspeed": replace(
+        AUTOPLAN,
+        name="deepspeed",
+        is_gradient_wide=False,
+        is_foreach=False,
+        copies_gathered=False,
+        bucket_elements=500_000_000,
+        live_elements=1_000_000_000,
     ),
     # InternEvo's HybridZeroOptimizer: parameters, gradients and their reduction in 16 bits.
     "internevo": replace(

@@ -29,6 +29,7 @@ from autoplan.batches import BatchDims, LossFn
 from autoplan.calls import BoundCall, bind_call, install
 from autoplan.capturer import capture, capture_outputs
 from autoplan.collectives import local_slice
+from autoplan.device_meshes import axis_of
 from autoplan.errors import EmitError
 from autoplan.graph import Placement, ShardOption
 from autoplan.lowering import lower
@@ -209,7 +210,7 @@ class Evaluator:
             )
         cuts = assign_calls(program, self.program, self.stages)
         stage = slice_program(program, cuts)[self._stage]
-        group = self.mesh["dp"].get_group() if self.mesh is not None else None
+        group = axis_of(self.mesh, "dp").get_group() if self.mesh is not None else None
         found = find_denominators(program, stage.calls) if is_loss else ()
         side = self._side(program, stage)
         reader = side_function(program, stage, [one.value for one in found], self.device)

@@ -26,6 +26,7 @@ from autoplan.errors import TraceError
 from autoplan.flattener import ExportError, flattened
 from autoplan.mask_causality import causality_as_told
 from autoplan.opaque import OpaqueCalls
+from autoplan.patching import replaced
 from autoplan.segments import FlatProgram
 
 __all__ = ["export"]
@@ -94,7 +95,6 @@ def _watch_checkpoints(notes: list[str]) -> Iterator[None]:
     module: Any = torch.utils.checkpoint
     generator_name = "_checkpoint_without_reentrant_generator"
     plain: Any = getattr(module, generator_name, None)
-    function: Any = module.CheckpointFunction
 
     def watched_plain(*args: Any, **kwargs: Any) -> Any:
         notes.append(CHECKPOINT_NOTE)
@@ -104,15 +104,11 @@ def _watch_checkpoints(notes: list[str]) -> Iterator[None]:
         notes.append(CHECKPOINT_NOTE)
         return run(*args)
 
-    if plain is not None:
-        setattr(module, generator_name, watched_plain)
-    function.apply = watched_reentrant
-    try:
+    with (
+        replaced(module, **{generator_name: watched_plain}),
+        replaced(module.CheckpointFunction, apply=watched_reentrant),
+    ):
         yield
-    finally:
-        if plain is not None:
-            setattr(module, generator_name, plain)
-        del function.apply
 
 
 def _explained(error: Exception, wrapper: nn.Module, prefix: str) -> ExportError:

@@ -10,8 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autoplan.local import LocalBlock, LocalOp
+from autoplan.profiles.lookups import ITEM_BYTES
+from autoplan.times import LINEAR
 
-__all__ = ["FusedKernel", "fused_kernels", "joined"]
+__all__ = ["FusedKernel", "fused_kernels", "joined", "with_narrow_operands"]
+
+_NARROW_BYTES = 1  # float8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +110,37 @@ def joined(local: LocalBlock) -> LocalBlock:
     ops = tuple(changed.get(op.name, op) for op in local.ops)
     sizes = {n: 0 if n in inside else b for n, b in local.value_bytes.items()}
     return replace(local, ops=ops, value_bytes=sizes)
+
+
+def with_narrow_operands(local: LocalBlock) -> LocalBlock:
+    """Return a block whose kernels write what only linear layers read in their 8 bits.
+
+    A compiler fuses the cast of an operand into the kernel that makes it, and the wide form is
+    never written; where the backward needs that, it is kept as it is (torchao, `Float8Linear` saves
+    its input in high precision).
+    """
+    storage = {op.name: op.storage for op in local.ops}
+    readers: dict[str, list[LocalOp]] = {}
+    for op in local.ops:
+        if op.op is None or op.op.kind != "view":
+            for name in op.inputs:
+                readers.setdefault(storage.get(name, name), []).append(op)
+    leaving = {storage.get(name, name) for name in local.outputs}
+    ops = [
+        replace(op, unkept_bytes=op.nbytes * _NARROW_BYTES // ITEM_BYTES[op.op.dtype])
+        if op.op is not None
+        and _is_joinable(op)
+        and op.op.dtype in ITEM_BYTES
+        and op.name not in leaving
+        and all(_is_linear(reader) for reader in readers.get(op.name, [op]))
+        else op
+        for op in local.ops
+    ]
+    return replace(local, ops=tuple(ops))
+
+
+def _is_linear(op: LocalOp) -> bool:
+    return op.op is not None and op.op.target in LINEAR
 
 
 def _interior(local: LocalBlock, made: set[str]) -> set[str]:

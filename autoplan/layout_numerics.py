@@ -1,45 +1,38 @@
-"""Check without a process group that a block computes the same under a tensor-parallel layout.
+"""Check without a process group that every block computes the same under its layout.
 
-Each rank of the layout is a thread that runs the lowered graph of the block, forward and backward,
-in float64 on random numbers; their collectives meet in memory. Outputs, input gradients and
-parameter gradients are held against the whole graph. Dropout is switched off, since ranks draw
-differently.
+A block of any size is checked: as it was captured where it is small, else on smaller tensors
+(`autoplan.shrinking`), else its sharded ops one by one on smaller tensors. Where a layout is wrong,
+the ops that are wrong by themselves are named, so that the search can do without them.
 """
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from autoplan import compat
-from autoplan.axis_labels import op_name
-from autoplan.collectives import join_slices, local_slice
+from autoplan.axes import Analysis
 from autoplan.dry_run_result import LayoutNumerics
-from autoplan.executor import compile_graph
-from autoplan.graph import Placement
-from autoplan.lowering import LoweredBlock, lower
+from autoplan.graph import ShardOption
 from autoplan.op_facts import is_random
 from autoplan.plan import Plan
-from autoplan.program import BlockGraph, Op, Program, TensorMeta
+from autoplan.program import BlockGraph, Op, Program, Ref, State, TensorMeta, map_refs
+from autoplan.rank_numerics import Comparison, compare_layout, without_chance
 from autoplan.sharding import shard_options
+from autoplan.shrinking import SmallGraph, axes_of, shrink_graph
 
 __all__ = ["check_layout_numerics", "check_plan_layouts"]
 
-_TOLERANCE = 1e-9
-_COARSE_TOLERANCE = 1e-4  # of blocks that cast to a smaller dtype inside
-_MOST_ELEMENTS = 1 << 24  # of states and results together: 128 MiB in float64
-_TIMEOUT_S = 60.0
-_WHOLE = Placement(kind="replicate")
-_checked: dict[tuple[str, str, int], tuple[float | None, str, bool]] = {}
+_MOST_AS_CAPTURED = 1 << 20  # elements of states and results together: 8 MiB in float64
+_MOST_ELEMENTS = 1 << 24  # that are run at all: 128 MiB in float64
+_ALIGNMENT = 8  # of small sizes on each rank, where an operator's kernel refuses smaller ones
+_TIMEOUT_S = 120.0
+_INNER = "inner"  # axis of the product that makes addends
+_checked: dict[tuple[str, str, int], LayoutNumerics] = {}
 
 
 def check_plan_layouts(plan: Plan, program: Program) -> tuple[LayoutNumerics, ...]:
@@ -59,15 +52,7 @@ def check_plan_layouts(plan: Plan, program: Program) -> tuple[LayoutNumerics, ..
                 _checked[known] = check_layout_numerics(
                     graph, layout.axes, layout.degree, is_sequence_parallel=is_sliced
                 )
-            error, reason, is_wrong = _checked[known]
-            found[key] = LayoutNumerics(
-                block=graph.name,
-                layout=block.placements,
-                degree=layout.degree,
-                error=error,
-                reason=reason,
-                is_wrong=is_wrong,
-            )
+            found[key] = replace(_checked[known], block=graph.name, layout=block.placements)
     return tuple(found.values())
 
 
@@ -77,24 +62,30 @@ def check_layout_numerics(
     degree: int,
     *,
     is_sequence_parallel: bool = False,
-) -> tuple[float | None, str, bool]:
-    """Return what `_check` returns, from a forked process.
+) -> LayoutNumerics:
+    """Return how a layout of a block compares with the whole block.
 
-    A process that has run a backward cannot fork workers any more, and this one may want to.
+    It is run in a forked process: a process that has run a backward cannot fork workers any more,
+    and this one may want to.
+
+    Args:
+        graph: as captured.
+        axes: op name -> axis.
+        degree: ranks.
+        is_sequence_parallel: activations enter and leave as slices of tokens where they can.
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(
-        target=_serve, args=(theirs, graph, axes, degree, is_sequence_parallel), daemon=True
-    )
+    check = _Check(graph, axes, degree, is_sequence_parallel)
+    process = context.Process(target=_serve, args=(theirs, check), daemon=True)
     process.start()
     theirs.close()
     try:
         if not ours.poll(_TIMEOUT_S):
-            return None, f"not run: no result after {_TIMEOUT_S:g} s", False
-        answer: tuple[float | None, str, bool] = ours.recv()
+            return check.not_run(f"no result after {_TIMEOUT_S:g} s")
+        answer: LayoutNumerics = ours.recv()
     except EOFError:
-        return None, "not run: its process died", False
+        return check.not_run("its process died")
     finally:
         process.kill()
         process.join()
@@ -102,291 +93,205 @@ def check_layout_numerics(
     return answer
 
 
-def _serve(
-    pipe: Connection,
-    graph: BlockGraph,
-    axes: Mapping[str, str],
-    degree: int,
-    is_sequence_parallel: bool,
-) -> None:
+def _serve(pipe: Connection, check: _Check) -> None:
     torch.set_num_threads(1)
-    pipe.send(_check(graph, axes, degree, is_sequence_parallel=is_sequence_parallel))
+    pipe.send(check.run())
     os._exit(0)
 
 
-def _check(
-    graph: BlockGraph, axes: Mapping[str, str], degree: int, *, is_sequence_parallel: bool
-) -> tuple[float | None, str, bool]:
-    """Return the error of a layout (None: not run), a reason, and whether it is wrong.
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """A layout of a block that is to be checked; attributes as in `check_layout_numerics`."""
 
-    Args:
-        graph: as captured; its sizes are run as they are.
-        axes: op name -> axis.
-        degree: ranks, one thread each.
-        is_sequence_parallel: activations enter and leave as slices of tokens where they can.
-    """
-    elements = _elements(graph)
-    if elements > _MOST_ELEMENTS:
-        return None, f"not run: {elements:,} elements, more than {_MOST_ELEMENTS:,}", False
-    ops = tuple(_without_dropout(op) for op in graph.ops)
-    drawing = [op.name for op in ops if is_random(op)]
-    if drawing:
-        return None, f"not run: {drawing[0]} draws random numbers", False
-    quiet = replace(graph, ops=tuple(_in_float64(op) for op in ops))
-    values = _Values.random(quiet)
-    try:
-        expected = _run_whole(quiet, values)
-    except Exception as error:  # an operator without float64, or random numbers that it refuses
-        return None, f"not run: {type(error).__name__}: {error}", False
-    infinite = [name for name, x in expected.items() if not bool(x.isfinite().all())]
-    if infinite:
-        return None, f"not run: {infinite[0]} is not finite for random numbers", False
-    try:
-        options = shard_options(quiet)
-        group = _ThreadGroup(degree)
-        blocks = [
-            lower(
-                quiet,
-                options,
-                axes,
-                degree=degree,
-                rank=r,
-                group=group.member(r),
-                is_sequence_parallel=is_sequence_parallel,
-            )
-            for r in range(degree)
-        ]
-        got = _run_ranks(quiet, blocks, values, group)
-    except Exception as error:
-        return None, f"cannot be run: {type(error).__name__}: {error}", True
-    tolerance = _COARSE_TOLERANCE if _is_coarse(quiet) else _TOLERANCE
-    name, largest = "", 0.0
-    scales = {k: float(x.abs().max()) if x.numel() else 0.0 for k, x in expected.items()}
-    # A gradient that is nothing but rounding, as that of a bias of keys, is held against others.
-    noise = 1e-3 * max(scales.values(), default=0.0)
-    for key, tensor in expected.items():
-        scale = max(scales[key], noise)
-        off = float((got[key] - tensor).abs().max()) if tensor.numel() else 0.0
-        error_here = off / max(scale, 1e-6)
-        if not error_here <= largest:
-            name, largest = key, error_here
-    is_wrong = not largest <= tolerance
-    return largest, f"{name} differs" if is_wrong else "", is_wrong
+    graph: BlockGraph
+    axes: Mapping[str, str]
+    degree: int
+    is_sequence_parallel: bool
+
+    def run(self) -> LayoutNumerics:
+        """Return how the layout compares, in the first form in which it can be run."""
+        quiet, options = without_chance(self.graph), shard_options(self.graph)
+        whole = SmallGraph(graph=quiet, options=options)
+        if _elements(quiet) <= _MOST_AS_CAPTURED:
+            found, form = self._compare(whole), "as captured"
+            axes_found = None
+        else:
+            axes_found = axes_of(quiet)
+            found = self._smaller(quiet, options, axes_found)
+            form = "smaller"
+            if found.is_wrong and _elements(quiet) <= _MOST_ELEMENTS:
+                found, form = self._compare(whole), "as captured"
+        if found.error is not None and not found.is_wrong:
+            return self._result(found, form)
+        by_op = self._by_op(quiet, options, axes_found or axes_of(quiet))
+        wrong = tuple(name for name, one in by_op.items() if one.is_wrong)
+        # On smaller tensors a layout may fail to run that runs on the tensors that it is for.
+        is_certain = found.is_wrong and (found.error is not None or form == "as captured")
+        if wrong or is_certain:
+            blamed = wrong or tuple(name for name, axis in self.axes.items() if axis != "whole")
+            reason = f"{wrong[0]}: {by_op[wrong[0]].reason}" if wrong else found.reason
+            error = by_op[wrong[0]].error if wrong and not is_certain else found.error
+            told = Comparison(error=error, reason=reason, is_wrong=True)
+            return self._result(told, form if is_certain else "op by op", blamed)
+        errors = [one.error for one in by_op.values() if one.error is not None]
+        left_out = {name: one.reason for name, one in by_op.items() if one.error is None}
+        if not errors:
+            return self._result(found, "not run")
+        reason = ", ".join(f"{name} {text}" for name, text in left_out.items())
+        told = Comparison(error=max(errors), reason=reason, is_wrong=False)
+        return self._result(told, "op by op")
+
+    def not_run(self, reason: str) -> LayoutNumerics:
+        """Return the result of a check that gave none."""
+        told = Comparison(error=None, reason=f"not run: {reason}", is_wrong=False)
+        return self._result(told, "not run")
+
+    def _result(self, found: Comparison, form: str, blamed: tuple[str, ...] = ()) -> LayoutNumerics:
+        return LayoutNumerics(
+            block=self.graph.name,
+            layout="",
+            degree=self.degree,
+            form=form,
+            error=found.error,
+            reason=found.reason,
+            is_wrong=found.is_wrong,
+            blamed=tuple((name, self.axes[name]) for name in blamed),
+        )
+
+    def _smaller(
+        self,
+        graph: BlockGraph,
+        options: Mapping[str, tuple[ShardOption, ...]],
+        found: Analysis,
+        *,
+        takes_addends: bool = False,
+    ) -> Comparison:
+        """Return how a graph compares on smaller tensors."""
+        for alignment in (1, _ALIGNMENT):
+            small = shrink_graph(graph, options, self.degree, found, alignment)
+            one = self._compare(_of_addends(small, self.degree) if takes_addends else small)
+            if one.error is not None:
+                break
+        return one
+
+    def _compare(self, small: SmallGraph) -> Comparison:
+        count = _elements(small.graph)
+        if count > _MOST_ELEMENTS:
+            reason = f"not run: {count:,} elements, more than {_MOST_ELEMENTS:,}"
+            return Comparison(error=None, reason=reason, is_wrong=False)
+        names = {op.name for op in self.graph.ops}
+        axes = {
+            op.name: self.axes.get(op.name, "whole") if op.name in names else _INNER
+            for op in small.graph.ops
+        }
+        is_sliced = self.is_sequence_parallel and len(axes) == len(names)
+        return compare_layout(
+            small.graph, small.options, axes, self.degree, is_sequence_parallel=is_sliced
+        )
+
+    def _by_op(
+        self, quiet: BlockGraph, options: Mapping[str, tuple[ShardOption, ...]], found: Analysis
+    ) -> dict[str, Comparison]:
+        """Return how each sharded op compares by itself; equal ops are run once."""
+        known: dict[object, Comparison] = {}
+        compared = {}
+        for op, unit in _units(quiet):
+            axis = self.axes.get(op.name, "whole")
+            if axis == "whole" or is_random(op) or (axis == "partial" and not unit.inputs):
+                continue
+            option = next((o for o in options[op.name] if o.axis == axis), None)
+            shapes = tuple((meta.shape, meta.dtype) if meta else None for meta in unit.input_metas)
+            states = tuple((s.meta.shape, s.meta.dtype) for s in unit.states)
+            key = (op.target_name, shapes, states, repr(option), _constants(op))
+            if key not in known:
+                own = {o.name: options[o.name] for o in unit.ops}
+                known[key] = self._smaller(unit, own, found, takes_addends=axis == "partial")
+            compared[op.name] = known[key]
+        return compared
+
+
+def _of_addends(small: SmallGraph, degree: int) -> SmallGraph:
+    """Return a graph of one input with a product before it, so that addends can enter."""
+    graph = small.graph
+    (name,), (meta,) = graph.inputs, graph.input_metas
+    assert meta is not None, "addends are a tensor"
+    factor = replace(meta, shape=(*meta.shape[:-1], 2 * degree))
+    weight = State(
+        name=f"{name}__weight",
+        fqn="weight",
+        is_absolute=False,
+        is_parameter=True,
+        meta=replace(meta, shape=(meta.shape[-1], 2 * degree), requires_grad=True),
+    )
+    product = Op(
+        name=f"{name}__product",
+        target=torch.ops.aten.linear.default,
+        args=(Ref(f"{name}__factor"), Ref(weight.name)),
+        kwargs={},
+        fqn="",
+        line="",
+        meta=meta,
+    )
+    sliced = ShardOption(
+        axis=_INNER,
+        size=2 * degree,
+        inputs=(f"S({len(meta.shape) - 1})", "S(1)"),
+        output="P",
+        is_split=True,
+    )
+    return SmallGraph(
+        graph=replace(
+            graph,
+            inputs=(f"{name}__factor",),
+            input_metas=(factor,),
+            states=(weight,),
+            ops=(product, *(_reading(op, name, product.name) for op in graph.ops)),
+        ),
+        options={**small.options, product.name: (sliced,)},
+    )
+
+
+def _reading(op: Op, before: str, after: str) -> Op:
+    """Return an op that reads one value in the place of another."""
+
+    def renamed(name: str) -> Ref:
+        return Ref(after if name == before else name)
+
+    return replace(op, args=map_refs(op.args, renamed), kwargs=map_refs(dict(op.kwargs), renamed))
+
+
+def _constants(op: Op) -> str:
+    return repr([value for value in (*op.args, *op.kwargs.values()) if isinstance(value, int)])
+
+
+def _units(graph: BlockGraph) -> Iterator[tuple[Op, BlockGraph]]:
+    """Yield each op as a graph of its own; one that makes a tuple with all that read it."""
+    made = {op.name: op for op in graph.ops}
+    metas: dict[str, TensorMeta | None] = {name: op.meta for name, op in made.items()}
+    metas |= dict(zip(graph.inputs, graph.input_metas, strict=True))
+    states = {state.name: state for state in graph.states}
+    for op in graph.ops:
+        readers = [other for other in graph.ops if op.meta is None and op.name in other.inputs()]
+        ops = (op, *readers)
+        own = {one.name for one in ops}
+        read = dict.fromkeys(name for one in ops for name in one.inputs() if name not in own)
+        if any(name in made and made[name].meta is None for name in read):
+            continue  # a component of a tuple: run with what makes the tuple
+        inputs = tuple(name for name in read if name not in states)
+        yield (
+            op,
+            replace(
+                graph,
+                inputs=inputs,
+                input_metas=tuple(metas[name] for name in inputs),
+                states=tuple(states[name] for name in read if name in states),
+                ops=ops,
+                outputs=tuple(one.name for one in ops if one.meta is not None),
+                fingerprint=f"{graph.fingerprint} {op.name}",
+            ),
+        )
 
 
 def _elements(graph: BlockGraph) -> int:
     metas = [s.meta for s in graph.states] + [op.meta for op in graph.ops if op.meta is not None]
     return sum(torch.Size(m.shape).numel() for m in metas)
-
-
-def _without_dropout(op: Op) -> Op:
-    """Return a dropout that drops nothing, and attention likewise; other ops as they are."""
-    name = op_name(op)
-    if name in ("dropout", "dropout_", "native_dropout"):
-        return replace(op, target=torch.ops.aten.clone.default, args=op.args[:1], kwargs={})
-    if name == "scaled_dot_product_attention":
-        args = list(op.args)
-        if len(args) > 4:
-            args[4] = 0.0
-        kwargs = {k: 0.0 if k == "dropout_p" else v for k, v in op.kwargs.items()}
-        return replace(op, args=tuple(args), kwargs=kwargs)
-    return op
-
-
-def _in_float64(op: Op) -> Op:
-    """Return an op that makes float64 where it is told to make a smaller floating-point dtype."""
-
-    def widen(value: Any) -> Any:
-        is_float = isinstance(value, torch.dtype) and value.is_floating_point
-        return torch.float64 if is_float else value
-
-    args = tuple(widen(value) for value in op.args)
-    kwargs = {key: widen(value) for key, value in op.kwargs.items()}
-    return replace(op, args=args, kwargs=kwargs)
-
-
-def _is_coarse(graph: BlockGraph) -> bool:
-    """Return whether an op casts in a way that its arguments do not tell, such as `float()`."""
-    return any(op.target_name.startswith(("opaque_", "aten.type_as")) for op in graph.ops)
-
-
-@dataclass(frozen=True, slots=True)
-class _Values:
-    """Random inputs, states and gradients of a graph, whole."""
-
-    inputs: tuple[torch.Tensor, ...]
-    states: tuple[torch.Tensor, ...]
-
-    @classmethod
-    def random(cls, graph: BlockGraph) -> _Values:
-        generator = torch.Generator().manual_seed(0)
-        bound = _smallest_table(graph)
-
-        def make(meta: TensorMeta | None) -> torch.Tensor:
-            assert meta is not None, "an input is a tensor"
-            if meta.dtype.is_floating_point:
-                return torch.randn(meta.shape, generator=generator, dtype=torch.float64) * 0.5
-            if meta.dtype == torch.bool:
-                return torch.ones(meta.shape, dtype=torch.bool)
-            return torch.randint(0, bound, meta.shape, generator=generator, dtype=meta.dtype)
-
-        inputs = tuple(make(meta) for meta in graph.input_metas)
-        return cls(inputs, tuple(make(state.meta) for state in graph.states))
-
-
-def _smallest_table(graph: BlockGraph) -> int:
-    """Return a bound for integers: rows of the smallest table, columns of the smallest logits."""
-    sizes = [2]
-    found = []
-    for op in graph.ops:
-        name = op_name(op)
-        if name in ("embedding", "cross_entropy_loss", "nll_loss", "gather", "index_select"):
-            meta = graph.meta(op.inputs()[0])
-            if meta is not None and meta.shape:
-                found.append(meta.shape[0 if name == "embedding" else -1])
-    return min(found) if found else sizes[0]
-
-
-def _leaves(
-    tensors: Sequence[torch.Tensor], metas: Sequence[TensorMeta | None]
-) -> list[torch.Tensor]:
-    """Return fresh copies that collect gradients where the captured values do."""
-    copies = []
-    for tensor, meta in zip(tensors, metas, strict=True):
-        needs = tensor.is_floating_point() and meta is not None and meta.requires_grad
-        copies.append(tensor.clone().requires_grad_(needs))
-    return copies
-
-
-def _backward(
-    outputs: Sequence[Any],
-    placements: Sequence[Placement] | None = None,
-    rank: int = 0,
-    degree: int = 1,
-) -> None:
-    """Run the backward with gradients that follow the place in the whole output."""
-    own = placements or (_WHOLE,) * len(outputs)
-    wanted, gradients = [], []
-    for x, placement in zip(outputs, own, strict=True):
-        if not (isinstance(x, torch.Tensor) and x.requires_grad):
-            continue
-        is_slice = placement.kind == "shard"
-        shape = [
-            n * (degree if is_slice and d == placement.dim else 1) for d, n in enumerate(x.shape)
-        ]
-        whole = torch.linspace(0.1, 1.0, math.prod(shape), dtype=x.dtype).reshape(shape)
-        wanted.append(x)
-        gradients.append(local_slice(whole, placement, rank, degree))
-    if wanted:
-        torch.autograd.backward(wanted, gradients)
-
-
-def _run_whole(graph: BlockGraph, values: _Values) -> dict[str, torch.Tensor]:
-    inputs = _leaves(values.inputs, graph.input_metas)
-    states = _leaves(values.states, [s.meta for s in graph.states])
-    outputs = compile_graph(graph, torch.device("cpu")).function(
-        tuple(states), *[x.view_as(x) for x in inputs]
-    )
-    _backward(outputs)
-    return _results(graph, outputs, inputs, states)
-
-
-def _results(
-    graph: BlockGraph,
-    outputs: Sequence[Any],
-    inputs: Sequence[torch.Tensor],
-    states: Sequence[torch.Tensor],
-) -> dict[str, torch.Tensor]:
-    found = {
-        f"output {name}": x.detach()
-        for name, x in zip(graph.outputs, outputs, strict=True)
-        if isinstance(x, torch.Tensor) and x.is_floating_point()
-    }
-    named = [*zip(graph.inputs, inputs, strict=True)]
-    named += [(s.fqn, x) for s, x in zip(graph.states, states, strict=True)]
-    found |= {f"gradient of {name}": x.grad for name, x in named if x.grad is not None}
-    return found
-
-
-def _run_ranks(
-    graph: BlockGraph, blocks: Sequence[LoweredBlock], values: _Values, group: _ThreadGroup
-) -> dict[str, torch.Tensor]:
-    """Return what `_run_whole` returns, of the ranks together."""
-    degree = len(blocks)
-    placements = [Placement.parse(blocks[0].parameters[s.fqn]) for s in graph.states]
-    entering = [Placement.parse(blocks[0].inputs[name]) for name in graph.inputs]
-    leaving = [Placement.parse(text) for text in blocks[0].leaving]
-
-    def run(rank: int) -> dict[str, torch.Tensor]:
-        block = blocks[rank]
-        slices = [
-            local_slice(tensor, placement, rank, degree)
-            for tensor, placement in zip(values.inputs, entering, strict=True)
-        ]
-        inputs = _leaves(slices, graph.input_metas)
-        local = [
-            local_slice(tensor, placement, rank, degree)
-            for tensor, placement in zip(values.states, placements, strict=True)
-        ]
-        states = _leaves(local, [s.meta for s in graph.states])
-        outputs = compile_graph(block.graph, torch.device("cpu")).function(
-            tuple(states), *[x.view_as(x) for x in inputs]
-        )
-        _backward(outputs, leaving, rank, degree)
-        return _results(graph, outputs, inputs, states)
-
-    results = group.run(run)
-    states = {f"gradient of {s.fqn}": p for s, p in zip(graph.states, placements, strict=True)}
-    states |= {f"gradient of {n}": p for n, p in zip(graph.inputs, entering, strict=True)}
-    states |= {f"output {n}": p for n, p in zip(graph.outputs, leaving, strict=True)}
-    joined = {}
-    for key in results[0]:
-        parts = [result[key] for result in results]
-        placement = states.get(key, _WHOLE)
-        joined[key] = join_slices(parts, placement)
-        if placement.kind != "shard" and any(not torch.allclose(parts[0], x) for x in parts[1:]):
-            raise ArithmeticError(f"{key} differs between the ranks")
-    return joined
-
-
-class _ThreadGroup:
-    """Ranks of one process that exchange tensors in memory."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.barrier = threading.Barrier(size, timeout=_TIMEOUT_S)
-        self.slots: list[Any] = [None] * size
-
-    def member(self, rank: int) -> dist.ProcessGroup:
-        """Return the process group of a rank."""
-        return compat.memory_group(rank, self.size, self.exchange)
-
-    def exchange(self, rank: int, value: Any) -> list[Any]:
-        """Return what all ranks gave."""
-        self.slots[rank] = value
-        self.barrier.wait()
-        found = list(self.slots)
-        self.barrier.wait()
-        return found
-
-    def run(self, function: Callable[[int], Any]) -> list[Any]:
-        """Return what `function(rank)` returns in a thread of each rank; raises its first error."""
-        results: list[Any] = [None] * self.size
-        errors: list[BaseException] = []
-
-        def work(rank: int) -> None:
-            try:
-                results[rank] = function(rank)
-            except BaseException as error:  # raised again below, by the thread that waits
-                errors.append(error)
-                self.barrier.abort()
-
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            first = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
-            raise (first or errors)[0]
-        return results

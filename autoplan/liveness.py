@@ -255,7 +255,8 @@ def _run_forward(
         if op.name in there and op.op is not None:
             continue
         if op.storage == op.name:
-            heap.add(op.name, op.nbytes)
+            is_kept = op.name in kept or op.unkept_bytes is None
+            heap.add(op.name, op.nbytes if is_kept else op.unkept_bytes or 0)
         heap.transient(op.forward_temp_bytes + (0 if internal else op.internal_bytes))
         if internal:
             heap.add(f"{op.name}:internal", op.internal_bytes)

@@ -44,6 +44,7 @@ class LocalOp:
         parameter_grads: (state name, bytes) of parameter gradients that its backward makes.
         is_partial: its result is an addend; a keep mark holds the converted results instead.
         regathered_bytes: of inputs that are kept as slices and gathered again in its backward.
+        unkept_bytes: instead of `nbytes` while nothing keeps it; None: the same.
     """
 
     name: str
@@ -66,6 +67,7 @@ class LocalOp:
     parameter_grads: tuple[tuple[str, int], ...] = ()
     is_partial: bool = False
     regathered_bytes: int = 0
+    unkept_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ probabilities beside them, and gradients beside those. Other software does bette
 
     in_place   Megatron-LM, `tensor_parallel/cross_entropy.py`: the float32 copy becomes the
                probabilities and then their gradient; the logits live until the loss is there.
-    cloned     Megatron-DeepSpeed: the same on a second float32 copy, and the logits lie in the
-               buffers of the pipeline engine.
+    cloned     Megatron-DeepSpeed: the same on a second float32 copy; the first lies in the buffers
+               of the pipeline engine, whose last layer is the cast (`float16_to_fp32`).
     dtensor    torch, `distributed/tensor/parallel/loss.py`, where the vocabulary is split: three
                float32 tensors forward, four backward.
     compiled   one joint kernel (`torch.compile`): keeps the logits and a number a row, and makes
@@ -42,9 +42,9 @@ def with_loss(local: LocalBlock, kind: LossKind) -> LocalBlock:
 
 
 def logits_bytes(local: LocalBlock) -> int:
-    """Return the bytes of the logits of a block's cross entropy before a cast; 0 without one."""
+    """Return the bytes of what a block's cross entropy reads, cast as it is; 0 without one."""
     loss = next((op for op in local.ops if op.op and op.op.target == _LOSS), None)
-    return 0 if loss is None else _bytes_of(local, _before_cast(local, loss)[-1])
+    return 0 if loss is None else _bytes_of(local, loss.inputs[0])
 
 
 def _before_cast(local: LocalBlock, loss: LocalOp) -> list[str]:
@@ -72,14 +72,11 @@ def _joined(local: LocalBlock, loss: LocalOp, kind: LossKind) -> LocalBlock:
         inputs=(logits, *loss.inputs[1:]),
         saved=(*loss.saved, *((owner,) if kind == "compiled" else ())),
         internal_bytes=rows if kind == "compiled" else wide,
-        forward_temp_bytes=wide if kind == "cloned" else 0,
+        forward_temp_bytes=0,
         backward_temp_bytes=0,
         grads=(logits,),
     )
-    changed = {loss.name: joined}
-    if kind == "cloned" and owner in by_name:
-        changed[owner] = replace(by_name[owner], nbytes=0)
-    return _with(local, changed, set(names[:-1]))
+    return _with(local, {loss.name: joined}, set(names[:-1]))
 
 
 def _with(

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.nn.modules import transformer
 
+from autoplan.patching import replaced
+
 __all__ = ["causality_as_told"]
 
 
@@ -18,16 +20,9 @@ def causality_as_told() -> Iterator[None]:
     That is a hint with which the same result may come from a faster kernel; without `is_causal=`
     it is found by comparing the values of the mask, which an export does not have.
     """
-    name = "_detect_is_causal_mask"
-    stock: Any = getattr(transformer, name, None)
 
     def told(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
         return is_causal is True
 
-    if stock is not None:
-        setattr(transformer, name, told)
-    try:
+    with replaced(transformer, _detect_is_causal_mask=told):
         yield
-    finally:
-        if stock is not None:
-            setattr(transformer, name, stock)

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autoplan.engines import AUTOPLAN, Engine
+from autoplan.optimizers import Optimizer
 from autoplan.schedules import MULTI_STAGE, enough_rounds, schedule_actions
-from autoplan.settings import Optimizer, Setting
+from autoplan.settings import Setting
 from autoplan.stage_costs import StageBlock
 from autoplan.stage_walk import PartBytes, StageWalk
 from autoplan.transfers import enough_for_buffers, message_buffers, most_sent

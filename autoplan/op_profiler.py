@@ -27,10 +27,11 @@ from autoplan.graph import BlockTrace, ShardOption, Trace
 from autoplan.lowering import lower
 from autoplan.op_runner import OpCall, TensorSpec, measure_call, spec_of
 from autoplan.opcost import OpMeter
+from autoplan.optimizers import Optimizer
 from autoplan.profiles.op_times import MeasuredOp, OpTimesFile
 from autoplan.program import BlockGraph, Op, Program, TensorMeta, map_refs
 from autoplan.runner import BlockRun, run_program
-from autoplan.settings import Optimizer, Workload, settings_of
+from autoplan.settings import Workload, settings_of
 from autoplan.sharded_ops import VocabularyCrossEntropy
 from autoplan.sharding import shard_options
 from autoplan.signatures import local_signature

@@ -15,7 +15,8 @@ from autoplan.bounds import layout_reason
 from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
 from autoplan.costs import TICK_S
-from autoplan.errors import AutoplanError, InfeasibleError, PlanError, SearchLimitError
+from autoplan.dry_run_result import LayoutNumerics
+from autoplan.errors import AutoplanError, InfeasibleError, SearchLimitError
 from autoplan.limits import constraint_texts, make_limits
 from autoplan.plan import Plan, SearchRecord, Simpler
 from autoplan.planner import Planner, make_planner
@@ -138,34 +139,48 @@ def find_plan(
 ) -> Plan:
     """Return the fastest plan of a planning problem; arguments and errors as in `optimize`.
 
-    A plan with a layout that computes something else than its block, when it is run in this
-    process, is not returned: its tensor-parallel degree is forbidden and the search goes again.
+    Every layout of a plan is run in this process beside its whole block. A plan with one that
+    computes something else is not returned: the search goes again without the options that are to
+    blame, each an op of a class of blocks sliced along an axis.
     """
-    wrong: list[str] = []
+    notes: list[str] = []
     while True:
         plan = _fastest(planner, time_limit_s, progress, compare)
-        found = _wrong_layouts(plan)
-        if not found:
-            return replace(plan, notes=(*plan.notes, *wrong))
-        tp = plan.mesh.tp
-        if planner.pins.get("tp") == tp:
-            raise PlanError(f"tp={tp} cannot be used: {found[0]}; leave out the pin of tp")
-        wrong.append(f"tp={tp} was left out: {found[0]}")
-        out = {**planner.limits.forbidden, "tp": (*planner.limits.forbidden.get("tp", ()), tp)}
-        planner = replace(planner, limits=replace(planner.limits, forbidden=out))
+        checked = _checked_layouts(plan)
+        wrong = [one for one in checked if one.is_wrong]
+        if not wrong:
+            return replace(plan, notes=(*plan.notes, *notes, *_unchecked(checked)))
+        blamed = {(one.block, op, axis) for one in wrong for op, axis in one.blamed}
+        assert not blamed <= planner.unusable, f"layouts are wrong without an option: {wrong}"
+        notes += [_left_out(one) for one in wrong]
+        planner = planner.without(blamed)
 
 
-def _wrong_layouts(plan: Plan) -> list[str]:
-    """Return what is wrong with layouts of a plan whose program is at hand; empty: nothing."""
+def _checked_layouts(plan: Plan) -> tuple[LayoutNumerics, ...]:
+    """Return how the layouts of a plan compare, where its program is at hand."""
     program = recent_program(plan.fingerprint) if plan.mesh.tp > 1 else None
     if program is None:
-        return []
+        return ()
     from autoplan.layout_numerics import check_plan_layouts
 
+    return check_plan_layouts(plan, program)
+
+
+def _left_out(wrong: LayoutNumerics) -> str:
+    ops = ", ".join(f"{op} along {axis}" for op, axis in wrong.blamed[:3])
+    more = f" and {len(wrong.blamed) - 3} more" if len(wrong.blamed) > 3 else ""
+    return (
+        f"{wrong.block} is not sliced in {ops}{more}: over tp={wrong.degree} it would not compute "
+        f"the same ({wrong.reason})"
+    )
+
+
+def _unchecked(checked: Sequence[LayoutNumerics]) -> list[str]:
+    """Return what a reader must know of layouts that were not run, or not all of them."""
     return [
-        f"layout {one.layout} of {one.block}: {one.reason}"
-        for one in check_plan_layouts(plan, program)
-        if one.is_wrong
+        f"layout {one.layout} of {one.block}, checked {one.form}: {one.reason}"
+        for one in checked
+        if one.reason
     ]
 
 

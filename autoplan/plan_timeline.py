@@ -7,9 +7,10 @@ from itertools import accumulate
 
 from autoplan.errors import PlanError
 from autoplan.memory import MemorySample, memory_samples
+from autoplan.optimizers import Optimizer
 from autoplan.plan import Plan
 from autoplan.schedules import Action, ActionLists, schedule_actions
-from autoplan.settings import Optimizer, Setting
+from autoplan.settings import Setting
 from autoplan.simulator import simulate_actions
 from autoplan.stage_costs import PlanCosts
 from autoplan.stage_walk import PartBytes

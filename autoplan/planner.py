@@ -10,7 +10,7 @@ level 1 (`autoplan.setting_solver`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from autoplan.graph import Trace
 from autoplan.interleaving import alike_run
 from autoplan.limits import Limits, constraint_texts
 from autoplan.offload import check_offload
+from autoplan.optimizers import Optimizer
 from autoplan.plan import Plan, SearchRecord, Simpler
 from autoplan.plan_prices import plan_price
 from autoplan.plan_writer import write_plan
@@ -43,7 +44,6 @@ from autoplan.search.problem import PipelineSolution
 from autoplan.setting_solver import Posed, pipeline_problem, relaxation_bound, solve_setting
 from autoplan.settings import (
     NO_LIMITS,
-    Optimizer,
     Setting,
     Workload,
     broken_rules,
@@ -80,6 +80,7 @@ class Planner:
         trace_time_s: seconds spent in capture.
         ops_bounds: cache of `autoplan.bounds.ops_bound`.
         posed: cache of `autoplan.setting_solver`.
+        unusable: options that no plan may use: block class, op, axis.
     """
 
     model: nn.Module
@@ -100,6 +101,8 @@ class Planner:
     _pricers: dict[int, Pricer] = field(default_factory=dict)
     ops_bounds: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     posed: dict[tuple[Setting, bool, bool], Posed] = field(default_factory=dict)
+    unusable: frozenset[tuple[str, str, str]] = frozenset()
+    _usable: dict[int, Trace] = field(default_factory=dict)
 
     def trace(self, microbatch_size: int) -> Trace:
         """Return the trace for a micro-batch size; sizes above 4 follow from those of 2 and 4."""
@@ -113,6 +116,12 @@ class Planner:
 
     def exact_trace(self, microbatch_size: int) -> Trace:
         """Return the trace of the program captured at a micro-batch size; each is made once."""
+        if microbatch_size not in self._usable:
+            found = self._captured(microbatch_size)
+            self._usable[microbatch_size] = _without(found, self.unusable)
+        return self._usable[microbatch_size]
+
+    def _captured(self, microbatch_size: int) -> Trace:
         if microbatch_size not in self._exact:
             start = time.perf_counter()
             self._exact[microbatch_size] = trace(
@@ -149,6 +158,18 @@ class Planner:
                 frontiers=self.frontiers,
             )
         return self._pricers[microbatch_size]
+
+    def without(self, options: Collection[tuple[str, str, str]]) -> Planner:
+        """Return the same problem without some options: block class, op, axis."""
+        return replace(
+            self,
+            unusable=self.unusable | set(options),
+            _usable={},
+            _traces={},
+            _pricers={},
+            ops_bounds={},
+            posed={},
+        )
 
     def forget_prices(self) -> None:
         """Drop what depends on pins and cluster; traces stay."""
@@ -263,6 +284,28 @@ class Planner:
         return replace(plan, attached=(self.batch, self.loss_fn))
 
 
+def _without(trace: Trace, unusable: Collection[tuple[str, str, str]]) -> Trace:
+    """Return a trace without some options of its ops; itself where it has none of them."""
+    if not unusable:
+        return trace
+    blocks = tuple(
+        replace(
+            block,
+            ops=tuple(
+                replace(
+                    op,
+                    options=tuple(
+                        o for o in op.options if (block.name, op.name, o.axis) not in unusable
+                    ),
+                )
+                for op in block.ops
+            ),
+        )
+        for block in trace.blocks
+    )
+    return replace(trace, blocks=blocks)
+
+
 def replace_trace(pricer: Pricer, exact: Trace) -> Pricer:
     """Return the pricer itself if it prices that trace, else one that does."""
     if pricer.trace is exact:
@@ -310,10 +353,13 @@ def make_planner(
         raise ValueError(f"global_batch_size is {rows}; it must be at least 1")
     optimizer_name = optimizer if isinstance(optimizer, str) else optimizer.__name__
     is_gpu = not cluster.is_cpu
+    precision = _precision(model, "none" if autocast else mixed_precision, is_gpu)
+    item_bytes = max((p.element_size() for p in model.parameters() if p.requires_grad), default=4)
+    item_bytes *= 1 if precision == "none" else 2
     workload = Workload(
         global_batch_size=rows,
-        optimizer=Optimizer.named(optimizer_name, is_foreach=is_gpu),
-        mixed_precision=_precision(model, "none" if autocast else mixed_precision, is_gpu),
+        optimizer=Optimizer.named(optimizer_name, is_foreach=is_gpu, item_bytes=item_bytes),
+        mixed_precision=precision,
         autocast=check_autocast(model, autocast, mixed_precision),
         parameter_bytes_per_traced_byte=1,
         offload=check_offload(offload, cluster),

@@ -275,7 +275,7 @@ def _fits(
     Of the user's constraints (named as `constraint_texts` does) only those given stay, if any are.
     On other nodes the decisions are those of this cluster: their memory does not depend on it.
     """
-    changed = replace(planner, _pricers={}, ops_bounds={})
+    changed = replace(planner, _pricers={}, ops_bounds={}, posed={})
     if pins is not None:
         changed.pins = pins
     if constraints is not None:

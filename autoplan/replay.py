@@ -145,8 +145,8 @@ class _Replay:
         share = -(-sum(p.stored for p in self._trained()) // self.shards)
         self.tensors.make(("copy",), share)
         self.tensors.make(("grad",), share)
-        for number in range(int(self.workload.optimizer.state_bytes_per_byte)):
-            self.tensors.make(("state", number), share)
+        for number, nbytes in enumerate(self.workload.optimizer.state_sizes(share)):
+            self.tensors.make(("state", number), nbytes)
         self.tensors.release(("grad",))
 
     def _start_buffers(self) -> None:
@@ -230,13 +230,12 @@ class _Replay:
     def _optimizer_step(self) -> None:
         if self.is_offloaded:
             return
-        ratio = self.workload.optimizer.state_bytes_per_byte
         trained = self._trained()
         sizes = {p.name: -(-p.stored // self.shards) for p in trained}
         for name, nbytes in sizes.items():
-            for number in range(int(ratio)):
+            for number, size in enumerate(self.workload.optimizer.state_sizes(nbytes)):
                 if ("state", name, number) not in self.tensors:
-                    self.tensors.make(("state", name, number), nbytes)
+                    self.tensors.make(("state", name, number), size)
         widens = self.is_mixed and not self.workload.engine.is_gradient_wide and self.has_buffer
         if self.workload.optimizer.is_foreach or widens:
             for name, nbytes in sizes.items():
@@ -365,7 +364,7 @@ class _Replay:
 
     def _keep_gradient(self, name: str, nbytes: int) -> None:
         """Keep the gradient of a parameter, or add it to the one there is."""
-        if ("grad", name) in self.tensors:
+        if self.workload.engine.steps_in_backward or ("grad", name) in self.tensors:
             self.tensors.passing(nbytes)
         else:
             self.tensors.make(("grad", name), nbytes)

@@ -50,7 +50,7 @@ def reserved_memory(
             is_across=setting.dp * setting.tp > pricer.cluster.gpus_per_node,
             fixed_bytes=(
                 batch_bytes(pricer.trace, setting),
-                standing_bytes(pricer, calls, decisions, setting.tp),
+                standing_bytes(pricer, calls, decisions, setting),
             ),
         )
         found.append(run)

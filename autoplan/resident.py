@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoplan.engines import AUTOPLAN, Engine
-from autoplan.settings import Optimizer, Setting
+from autoplan.optimizers import Optimizer
+from autoplan.settings import Setting
 from autoplan.stage_costs import GroupBytes
 
 __all__ = ["StaticBytes", "static_bytes", "uses_fsdp"]

@@ -54,6 +54,7 @@ from autoplan.step_buffers import changed_states
 from autoplan.step_means import Denominator, StepMeans, StepValue, find_denominators
 from autoplan.tensor_parallel import lower_stage, slices_read, stored_placements
 from autoplan.training import global_batch, make_optimizer
+from autoplan.written_inputs import with_own_inputs
 
 __all__ = ["write_script"]
 
@@ -159,7 +160,7 @@ class _Script:
             slices = (
                 slices_read(program, block.call, lowered[block.call], placed) if lowered else ()
             )
-            graph = means.bind(program, block.call, graph)
+            graph = with_own_inputs(plan, means.bind(program, block.call, graph))
             entry = plan.recompute[block.recompute]
             kept = None
             if entry.mode == "selective":

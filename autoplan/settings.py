@@ -13,13 +13,13 @@ from autoplan.engines import AUTOPLAN, Engine
 from autoplan.graph import Trace
 from autoplan.limits import LIMITED_KEYS, Limits
 from autoplan.meshes import AXIS_ORDERS, AxisOrder
+from autoplan.optimizers import Optimizer
 from autoplan.schedules import MULTI_STAGE, enough_rounds, in_flight
 
 __all__ = [
     "NO_LIMITS",
     "OFFLOADS",
     "PIN_KEYS",
-    "Optimizer",
     "Setting",
     "Workload",
     "broken_rules",
@@ -32,44 +32,6 @@ NO_LIMITS = Limits()
 OFFLOADS = ("optimizer", "activations")
 Schedule = Literal["none", "1f1b", "gpipe", "interleaved", "zero_bubble"]
 _MAX_MICROBATCH_ROWS = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Optimizer:
-    """Memory and traffic of an optimizer.
-
-    Attributes:
-        name: such as `AdamW`.
-        state_bytes_per_byte: bytes of state per byte of trained parameter (AdamW: 2 moments).
-        traffic_bytes_per_byte: bytes read and written in a step per byte of parameter.
-        is_foreach: its step holds a temporary as large as the parameters.
-    """
-
-    name: str
-    state_bytes_per_byte: float
-    traffic_bytes_per_byte: float
-    is_foreach: bool
-
-    @classmethod
-    def named(cls, name: str, *, is_foreach: bool) -> Optimizer:
-        """Return the optimizer of that name: AdamW, Adam, SGD (plain or `SGD momentum`).
-
-        Traffic counts reads of parameter, gradient and states and writes of parameter and states.
-
-        Raises:
-            ValueError: names what is known.
-        """
-        states = {"adamw": 2.0, "adam": 2.0, "sgd": 0.0, "sgd momentum": 1.0, "adagrad": 1.0}
-        key = name.lower()
-        if key not in states:
-            raise ValueError(f"optimizer {name!r} is not known; known are {', '.join(states)}")
-        count = states[key]
-        return cls(
-            name=name,
-            state_bytes_per_byte=count,
-            traffic_bytes_per_byte=3 + 2 * count,
-            is_foreach=is_foreach,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

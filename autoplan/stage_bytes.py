@@ -26,6 +26,8 @@ __all__ = [
     "standing_bytes",
 ]
 
+_COMPUTED_BYTES = 2  # an element of the 16-bit dtypes that such engines compute in
+
 
 def stage_block(
     pricer: Pricer,
@@ -139,7 +141,7 @@ def rank_memory(
         is_mixed=pricer.workload.mixed_precision != "none",
         is_gloo=not overlaps_communication(pricer.cluster),
         input_bytes=batch_bytes(pricer.trace, setting),
-        standing_bytes=standing_bytes(pricer, every, decisions, setting.tp),
+        standing_bytes=standing_bytes(pricer, every, decisions, setting),
         parts=parts,
         reserve=pricer.cluster.reserved_bytes,
         engine=pricer.workload.engine,
@@ -176,13 +178,14 @@ def part_bytes(
 
 
 def standing_bytes(
-    pricer: Pricer, calls: Sequence[int], decisions: Sequence[Decision], tp: int
+    pricer: Pricer, calls: Sequence[int], decisions: Sequence[Decision], setting: Setting
 ) -> int:
     """Return bytes that an engine holds beside a step's tensors, for as long as it trains.
 
-    Tensors that stand for weight gradients, one for each shape, and logits in the buffers of a
-    pipeline engine.
+    Tensors that stand for weight gradients, one for each shape, logits in the buffers of a pipeline
+    engine, and what DeepSpeed reduces gradients through and keeps gathered.
     """
+    tp = setting.tp
     engine, last = pricer.workload.engine, calls[-1]
     nbytes = 0
     if engine.output_buffers:
@@ -190,6 +193,13 @@ def standing_bytes(
         nbytes = engine.output_buffers * logits_bytes(local)
     if engine.keeps_stand_ins:
         nbytes += _stand_in_bytes(pricer, calls, decisions, tp)
+    if setting.zero_stage > 0:
+        nbytes += engine.bucket_elements * _COMPUTED_BYTES
+    if setting.zero_stage == 3:
+        held: set[str] = set()
+        groups = [pricer.group(c, decisions[c], setting, held) for c in calls]
+        live = engine.live_elements * _COMPUTED_BYTES
+        nbytes += min(live, sum(group.gathered for group in groups))
     return nbytes
 
 

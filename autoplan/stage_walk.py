@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from autoplan.engines import Engine
+from autoplan.optimizers import Optimizer
 from autoplan.resident import static_bytes, uses_fsdp
-from autoplan.settings import Optimizer, Setting
+from autoplan.settings import Setting
 from autoplan.stage_costs import GroupBytes, StageBlock
 
 __all__ = ["PartBytes", "StageWalk"]
@@ -84,6 +85,7 @@ class StageWalk:
             self.gradients[_BUFFER] = sum(s.gradients for s in statics)
         self.is_flat = engine.is_flat
         self.copies_gathered = engine.copies_gathered
+        self.steps_in_backward = engine.steps_in_backward
         self.widens = is_mixed and not engine.is_gradient_wide
         last = max((i for i, b in enumerate(blocks) if not b.is_glue), default=None)
         self.stays_gathered = last if engine.keeps_last_gathered and setting.pp == 1 else None
@@ -270,6 +272,8 @@ class StageWalk:
             self.note(f"end of the backward of block {index}")
             if block.is_glue and not self.is_mixed:
                 self._marks.add(seen)
+        if self.steps_in_backward:
+            self.gradients.pop(group, None)
         if self.is_mixed and self.wrapped and not block.is_glue and self.zero <= 1:
             self.gradients[group] = self.whole[group]
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.calls import BoundCall, install
-from autoplan.device_meshes import make_device_mesh, sharding_mesh
+from autoplan.device_meshes import axis_of, make_device_mesh, sharding_mesh
 from autoplan.entries import Entry, leaving
 from autoplan.graph import Placement
 from autoplan.meshes import AxisOrder, ranks_of_stage
@@ -189,7 +189,7 @@ def build_stage(
         rows=plan.microbatch_size,
         num_microbatches=plan.num_microbatches,
         dp=plan.mesh.dp,
-        dp_rank=mesh["dp"].get_local_rank(),
+        dp_rank=axis_of(mesh, "dp").get_local_rank(),
         device=device,
     )
     module = ParallelModule(
@@ -217,7 +217,7 @@ def _part(
 ) -> StagePart:
     """Return a stage of this rank, which reads some of the `wanted` leaves of a batch."""
     root = build_root(model, stage.contents, device)
-    group = mesh["dp"].get_group()
+    group = axis_of(mesh, "dp").get_group()
     means = StepMeans(stage.denominators, _side_reader(stage, root), group, stage.values)
     stored = {name: Placement.parse(text) for name, text in plan.stored.items()}
     if plan.mesh.tp > 1:

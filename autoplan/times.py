@@ -23,10 +23,10 @@ from autoplan.profiles.tables import ATTENTION_DIRECTIONS, Lookup
 from autoplan.signatures import local_signature
 from autoplan.step_costs import exposed_s, interference
 
-__all__ = ["OpTime", "Tally", "Timer", "overlaps_communication"]
+__all__ = ["LINEAR", "OpTime", "Tally", "Timer", "overlaps_communication"]
 
 _WITH_BIAS = 3  # operands of a linear layer
-_LINEAR = ("aten.linear.default", "aten.addmm.default")
+LINEAR = ("aten.linear.default", "aten.addmm.default")
 # Bytes per element of an operand that is cast for a narrow product: read in bfloat16 and written;
 # its scale comes from the kernel before or the step before (Micikevicius et al. 2022, section 3).
 _CAST_BYTES = 2 + 1
@@ -210,7 +210,7 @@ class Timer:
         add, device = self.tally.add, self.device
         dtype, cost = _priced_dtype(device, op.dtype)
         casts = 0.0
-        if self.product_dtype is not None and op.target in _LINEAR:
+        if self.product_dtype is not None and op.target in LINEAR:
             dtype = self.product_dtype
             casts = _CAST_BYTES * (m * k + k * n)
         forward = add(device.gemm_time_s(m, n, k, dtype=dtype, batch=batch))
@@ -225,7 +225,7 @@ class Timer:
             backward += add(
                 device.gemm_time_s(n, k, m, dtype=dtype, batch=batch, direction="wgrad")
             )
-            if op.target in _LINEAR and len(op.inputs) == _WITH_BIAS:
+            if op.target in LINEAR and len(op.inputs) == _WITH_BIAS:
                 # The bias's gradient is a sum over rows, a kernel of its own.
                 backward += self.memory_s(m * n * ITEM_BYTES.get(op.dtype, 4))
         backward += self.memory_s(op.accumulated_bytes)

@@ -3,9 +3,10 @@
     plan, model --shrink--> twin --degrees of at most 2--> twin plans --launch--> losses, gradients
 
 A twin has the classes of blocks of the model, few and narrow, in float64, without dropout. Its
-plans have the ZeRO stage, schedule, recompute marks and layouts of the real one, each layout and
-mark on some block of its class, over at most four processes. A step of it equals the single
-device's or the plan is wrong.
+plans have the ZeRO stage, replicas, schedule, recompute marks and layouts of the real one, each
+layout and mark on some block of its class, over at most four processes, eight with replicas. A step
+of it equals the single device's or the plan is wrong. Where the plan computes in bfloat16 a second
+twin does too.
 
 Run under torchrun as `python -m autoplan.twins FOLDER`; needs no solver.
 """
@@ -18,7 +19,7 @@ import difflib
 import itertools
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,8 @@ import torch.distributed as dist
 from torch import nn
 
 from autoplan import codec
-from autoplan.batches import reduce_loss, split_batch
-from autoplan.capturer import capture
 from autoplan.dry_run_result import TwinRun
-from autoplan.emitter import captured_for, parallelize
+from autoplan.emitter import captured_for
 from autoplan.errors import AutoplanError
 from autoplan.evaluation import alike_axes
 from autoplan.launcher import launch
@@ -40,15 +39,14 @@ from autoplan.op_facts import is_random
 from autoplan.plan import BlockPlan, Layout, Mesh, Plan, Recompute, StagePlan
 from autoplan.processes import run_worker
 from autoplan.program import BlockGraph, Program
+from autoplan.schedules import MULTI_STAGE
 from autoplan.sharding import check_axes, shard_options
-from autoplan.training import global_batch
+from autoplan.twin_steps import TWIN_ROWS, captured_twin, compare_step, in_dtype
 
-__all__ = ["main", "run_twins", "shrink", "twin_degrees", "twin_plan"]
+__all__ = ["main", "run_twins", "shrink", "twin_degrees", "twin_dtypes", "twin_plan"]
 
-_ROWS = 2  # of a micro-batch of a twin
 _TOKENS = 16
 _MOST_PARAMETERS = 4_000_000  # of a model that is its own twin
-_TOLERANCE, _COARSE_TOLERANCE = 1e-9, 1e-4
 _TIMEOUT_S = 240.0
 _SIZES = {
     "vocab_size": 64,
@@ -69,8 +67,8 @@ _SIZES = {
 }
 
 
-def shrink(loaded: LoadedModel) -> LoadedModel:
-    """Return a twin in float64 with weights on the CPU; the model stays as it is.
+def shrink(loaded: LoadedModel, dtype: torch.dtype = torch.float64) -> LoadedModel:
+    """Return a twin with weights of `dtype` on the CPU; the model stays as it is.
 
     Raises:
         AutoplanError: the model is large and has no transformers config to shrink.
@@ -79,7 +77,7 @@ def shrink(loaded: LoadedModel) -> LoadedModel:
     config = getattr(loaded.model, "config", None)
     if hasattr(config, "to_dict") and hasattr(loaded.model, "dummy_inputs"):
         model = type(loaded.model)(_small_config(config))
-        tokens = torch.randint(_SIZES["vocab_size"], (_ROWS, _TOKENS))
+        tokens = torch.randint(_SIZES["vocab_size"], (TWIN_ROWS, _TOKENS))
         batch = {key: tokens.clone() for key in loaded.batch}
     else:
         count = sum(p.numel() for p in loaded.model.parameters())
@@ -93,18 +91,9 @@ def shrink(loaded: LoadedModel) -> LoadedModel:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    model = model.double().train(loaded.model.training)
-    batch = {k: _double(v) for k, v in batch.items()} if isinstance(batch, Mapping) else batch
-    if isinstance(batch, (tuple, list)):
-        batch = type(batch)(_double(v) for v in batch)
-    elif isinstance(batch, torch.Tensor):
-        batch = _double(batch)
+    model = model.to(dtype).train(loaded.model.training)
+    batch = in_dtype(batch, dtype)
     return LoadedModel(model=model, batch=batch, loss_fn=loaded.loss_fn, name=loaded.name)
-
-
-def _double(value: Any) -> Any:
-    is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.double() if is_real else value
 
 
 def _small_config(config: Any) -> Any:
@@ -129,48 +118,88 @@ def _small_config(config: Any) -> Any:
 
 
 def twin_degrees(mesh: Mesh) -> list[Mesh]:
-    """Return meshes of at most four processes; where all degrees split, every pair of them."""
+    """Return meshes that split what a mesh splits in two; where it splits all, every pair.
+
+    Replicas need four ranks of dp: two of two shards.
+    """
     cut = {name: min(2, getattr(mesh, name)) for name in ("dp", "tp", "pp")}
     split = [name for name, degree in cut.items() if degree > 1]
     pairs = itertools.combinations(split, 2) if len(split) == 3 else [split]
-    chosen = [{name: 2 if name in pair else 1 for name in cut} for pair in pairs]
-    return [Mesh(dp=c["dp"], tp=c["tp"], pp=c["pp"], axis_order=mesh.axis_order) for c in chosen]
+    found = []
+    for pair in pairs:
+        degrees = {name: 2 if name in pair else 1 for name in cut}
+        if mesh.dp_replicate > 1 and "dp" in pair:
+            degrees |= {"dp": 4, "dp_replicate": 2}
+        found.append(Mesh(**degrees, axis_order=mesh.axis_order))
+    return found
 
 
-def twin_plan(plan: Plan, program: Program, twin: Program, mesh: Mesh) -> Plan:
+def twin_dtypes(plan: Plan) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of the weights of twins: float64, and what the plan computes beside."""
+    if plan.mixed_precision != "none":
+        return torch.float64, torch.bfloat16
+    return (torch.float64, torch.float32) if plan.autocast != "none" else (torch.float64,)
+
+
+def twin_plan(
+    plan: Plan, program: Program, twin: Program, mesh: Mesh, *, is_exact: bool = True
+) -> Plan:
     """Return a plan of the twin that has the real plan's decisions in turn.
 
     Args:
         plan, program: the real ones.
         twin: captured program of the twin.
         mesh: of the twin's processes.
+        is_exact: without the plan's own precision.
     """
     builder = _TwinBuilder(plan, program, twin, mesh)
     blocks = [builder.block(index) for index in range(len(twin.calls))]
+    chunks = min(2, plan.num_chunks) if mesh.pp > 1 else 1
+    stages = _even_stages(blocks, twin, mesh.pp * chunks)
+    schedule = plan.schedule if mesh.pp > 1 else "none"
+    if schedule in MULTI_STAGE and not _can_interleave(stages, twin, mesh.pp):
+        schedule, stages = "1f1b", _even_stages(blocks, twin, mesh.pp)
+    is_sharded = mesh.dp > 1 or plan.offload != "none"
     return replace(
         plan,
         fingerprint=twin.fingerprint,
         mesh=mesh,
-        zero_stage=plan.zero_stage if mesh.dp > 1 else 0,
-        microbatch_size=_ROWS,
+        zero_stage=plan.zero_stage if is_sharded else 0,
+        microbatch_size=TWIN_ROWS,
         num_microbatches=2 * mesh.pp,
-        global_batch_size=mesh.dp * 2 * mesh.pp * _ROWS,
-        schedule="none" if mesh.pp == 1 else "gpipe" if plan.schedule == "gpipe" else "1f1b",
-        mixed_precision="none",
-        autocast="none",
-        stages=_even_stages(blocks, twin, mesh.pp),
+        global_batch_size=mesh.dp * 2 * mesh.pp * TWIN_ROWS,
+        schedule=schedule,
+        mixed_precision="none" if is_exact else plan.mixed_precision,
+        autocast="none" if is_exact else plan.autocast,
+        stages=stages,
         recompute=builder.recompute,
         placements=builder.placements,
         shared=(),
     )
 
 
-def _even_stages(blocks: Sequence[BlockPlan], twin: Program, pp: int) -> tuple[StagePlan, ...]:
+def _even_stages(blocks: Sequence[BlockPlan], twin: Program, count: int) -> tuple[StagePlan, ...]:
     """Return stages with as many blocks that are modules each."""
     owned = [index for index, call in enumerate(twin.calls) if call.fqn]
-    firsts = [0, *(owned[len(owned) * stage // pp] for stage in range(1, pp)), len(blocks)]
+    firsts = [0, *(owned[len(owned) * stage // count] for stage in range(1, count)), len(blocks)]
     return tuple(
-        StagePlan(index=i, blocks=tuple(blocks[firsts[i] : firsts[i + 1]])) for i in range(pp)
+        StagePlan(index=i, blocks=tuple(blocks[firsts[i] : firsts[i + 1]])) for i in range(count)
+    )
+
+
+def _can_interleave(stages: Sequence[StagePlan], twin: Program, pp: int) -> bool:
+    """Return whether every stage reads parameters, and no two of a rank the same one."""
+    read = [
+        {
+            twin.aliases.get(fqn, fqn)
+            for block in stage.blocks
+            for fqn in twin.calls[block.call].states
+        }
+        for stage in stages
+    ]
+    ranks = [read[rank::pp] for rank in range(pp)]
+    return all(read) and all(
+        a.isdisjoint(b) for own in ranks for a, b in itertools.combinations(own, 2)
     )
 
 
@@ -265,56 +294,24 @@ def run_twins(
         EmitError: a process failed.
     """
     twin = shrink(loaded)
-    small = capture(twin.model, twin.batch, twin.loss_fn, microbatch_size=_ROWS)
+    small = captured_twin(twin)
     drawing = [op.name for graph in small.graphs for op in graph.ops if is_random(op)]
     if any("dropout" not in name and "attention" not in name for name in drawing):
         raise AutoplanError(f"{drawing[0]} draws random numbers, which a split draws otherwise")
     program = captured_for(plan, loaded.model, loaded.batch, loaded.loss_fn)
     found = []
-    for mesh in twin_degrees(plan.mesh):
+    for mesh, dtype in itertools.product(twin_degrees(plan.mesh), twin_dtypes(plan)):
+        is_exact = dtype == torch.float64
+        if not is_exact:
+            small = captured_twin(shrink(loaded, dtype), plan.autocast)
         with tempfile.TemporaryDirectory() as text:
-            twin_plan(plan, program, small, mesh).save(Path(text) / "plan.json")
+            made = twin_plan(plan, program, small, mesh, is_exact=is_exact)
+            made.save(Path(text) / "plan.json")
             arguments = ["-m", "autoplan.twins", text, "--model", spec]
             arguments += ["--seq", str(seq)] if seq is not None else []
             launch(arguments, mesh.world_size, timeout_s=_TIMEOUT_S, echo=False)
             found.append(codec.loads(TwinRun, (Path(text) / "result.json").read_text()))
     return tuple(found)
-
-
-def compare_step(plan: Plan, twin: LoadedModel) -> TwinRun:
-    """Run a step of a twin plan on this rank and hold it against the single device."""
-    batch = global_batch(twin.batch, plan.global_batch_size, 0)
-    alone = copy.deepcopy(twin.model)
-    args, kwargs, target = split_batch(alone, batch, twin.loss_fn)
-    loss = reduce_loss(alone(*args, **kwargs), twin.loss_fn, target)
-    loss.backward()  # type: ignore[no-untyped-call]
-    expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
-    module = parallelize(plan, copy.deepcopy(twin.model), twin.batch, twin.loss_fn, device="cpu")
-    got = float(module.train_step(module.shard_batch(batch)))
-    gradients = module.full_gradients()
-    errors = {name: _error(gradients.get(name), tensor) for name, tensor in expected.items()}
-    worst = max(errors, key=lambda name: errors[name], default="")
-    loss_error = abs(got - float(loss)) / max(abs(float(loss)), 1e-12)
-    program = capture(twin.model, twin.batch, twin.loss_fn, microbatch_size=_ROWS)
-    narrow = {torch.float32, torch.bfloat16, torch.float16}
-    metas = [op.meta for g in program.graphs for op in g.ops if op.meta is not None]
-    is_coarse = any(meta.dtype in narrow for meta in metas)
-    tolerance = _COARSE_TOLERANCE if is_coarse else _TOLERANCE
-    return TwinRun(
-        mesh=str(plan.mesh),
-        loss_error=loss_error,
-        gradient_error=errors.get(worst, 0.0),
-        worst=worst,
-        tolerance=tolerance,
-    )
-
-
-def _error(got: torch.Tensor | None, expected: torch.Tensor) -> float:
-    """Return the largest difference over the largest entry, with a floor for zero gradients."""
-    if got is None:
-        return float("inf") if bool(expected.any()) else 0.0
-    scale = max(float(expected.abs().max()), 1e-3)
-    return float((got - expected).abs().max()) / scale
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -325,8 +322,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seq", type=int, default=None)
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
-    twin = shrink(load_model(options.model, seq=options.seq))
-    result = compare_step(Plan.load(options.folder / "plan.json"), twin)
+    plan = Plan.load(options.folder / "plan.json")
+    twin = shrink(load_model(options.model, seq=options.seq), twin_dtypes(plan)[-1])
+    result = compare_step(plan, twin)
     if dist.get_rank() == 0:
         (options.folder / "result.json").write_text(codec.dumps(result))
 

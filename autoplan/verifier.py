@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from autoplan.cluster import Cluster
 from autoplan.errors import PlanError
 from autoplan.graph import BlockTrace, Placement, Trace
+from autoplan.optimizers import Optimizer
 from autoplan.plan import BlockPlan, Plan, Recompute
 from autoplan.schedules import MULTI_STAGE, schedule_actions, unrunnable_split
-from autoplan.settings import Optimizer
 from autoplan.stage_ends import holders
 from autoplan.units import format_bytes
 

@@ -2,11 +2,12 @@
 
     python benchmarks/equality_draws.py --draws 300 --seed 1 [--json FILE] [--only NUMBER]
 
-Hypothesis draws a model family, the degrees, ZeRO stage, micro-batches, schedule, stage borders,
-recompute marks and tensor-parallel layouts. Each draw runs in float64 on 1, 2, 4 or 8 forked gloo
-processes. Loss, all gradients (gathered), their norm and clipped form, the parameters and buffers
-after the optimizer steps, and the loss after two steps must equal those of the user's own module on
-one device. The exit code is 1 if any draw differs.
+Hypothesis draws a model family, the degrees and their order, ZeRO stage and replicas, offload,
+micro-batches, schedule, stages of a rank, their borders, recompute marks and tensor-parallel
+layouts. Each draw runs in float64 on 1, 2, 4 or 8 forked gloo processes. Loss, all gradients
+(gathered), their norm and clipped form, the parameters and buffers after the optimizer steps, and
+the loss after two steps must equal those of the user's own module on one device, and every rank's
+part of a checkpoint what the whole has there. The exit code is 1 if any draw differs.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import sys
 import time
 import unittest.mock
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -31,18 +32,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import torch
+import torch.distributed as dist
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from autoplan.capturer import capture
+from autoplan.chunks import chunked
 from autoplan.emitter import parallelize
 from autoplan.graph import Placement
 from autoplan.layout_check import fsdp_can_slice
+from autoplan.meshes import AXIS_ORDERS, AxisOrder
 from autoplan.op_facts import written_inputs
 from autoplan.plan import Layout, Plan, Recompute
 from autoplan.program import BlockGraph, Program
+from autoplan.runtime import ParallelModule
+from autoplan.schedules import MULTI_STAGE, unrunnable_split
 from autoplan.sharding import check_axes, layout_parameters, shard_options
 from benchmarks.equality_families import FAMILIES, build
 from benchmarks.equality_reference import Result, differences, reference
@@ -56,6 +62,8 @@ TOLERANCE = 1e-9
 FLOAT32_TOLERANCE = 1e-5  # sums in another order inside a model that computes in float32
 TIMEOUT_S = 60.0
 LEARNING_RATE = 0.01
+
+_TRIES = 200  # cuts drawn before a family is said to have none
 
 _MARKABLE = ("linear", "addmm", "matmul", "bmm", "scaled_dot_product_attention", "layer_norm",
              "gelu", "convolution")  # fmt: skip
@@ -81,11 +89,15 @@ class Draw:
     zero_stage: int
     microbatch_size: int
     num_microbatches: int
-    schedule: Literal["gpipe", "1f1b"]
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
     layout: Literal["whole", "megatron", "random"]
     recompute: Literal["none", "full", "selective", "mixed"]
     optimizer: Literal["sgd", "adamw"]
     seed: int
+    dp_replicate: int = 1
+    axis_order: AxisOrder = "tp-dp-pp"
+    num_chunks: int = 1
+    offload: Literal["none", "optimizer"] = "none"
 
     @property
     def world_size(self) -> int:
@@ -103,22 +115,42 @@ def draws(draw: st.DrawFn, family: str) -> Draw:
     """Draw any valid combination for a family."""
     world = draw(st.sampled_from(_WORLDS))
     dp, tp, pp = draw(st.sampled_from([m for m in _MESHES if prod(m) == world]))
-    schedule = draw(st.sampled_from(("gpipe", "1f1b")))
+    zero_stage = draw(st.integers(0, 3)) if dp > 1 else 0
+    recompute: Any = draw(st.sampled_from(("none", "full", "selective", "mixed")))
+    schedule, num_chunks = draw(st.sampled_from(_schedules(pp, zero_stage, recompute)))
     least = pp if schedule == "1f1b" else 1
+    num_microbatches = draw(st.integers(least, least + 2))
+    if schedule in MULTI_STAGE and num_microbatches > pp:
+        num_microbatches = 2 * pp  # whole rounds
+    shards = [dp // n for n in (2, 4) if dp % n == 0 and n < dp]
     return Draw(
         family=family,
         dp=dp,
         tp=tp,
         pp=pp,
-        zero_stage=draw(st.integers(0, 3)) if dp > 1 else 0,
+        zero_stage=zero_stage,
         microbatch_size=draw(st.integers(1, 2)),
-        num_microbatches=draw(st.integers(least, least + 2)),
-        schedule=schedule,  # type: ignore[arg-type]
+        num_microbatches=num_microbatches,
+        schedule=schedule,
         layout=draw(st.sampled_from(("whole", "megatron", "random"))) if tp > 1 else "whole",
-        recompute=draw(st.sampled_from(("none", "full", "selective", "mixed"))),
+        recompute=recompute,
         optimizer=draw(st.sampled_from(("sgd", "adamw"))),
         seed=draw(st.integers(0, 2**16)),
+        dp_replicate=draw(st.sampled_from((1, *shards))) if zero_stage else 1,
+        axis_order=draw(st.sampled_from(AXIS_ORDERS)) if dp > 1 and pp > 1 else AXIS_ORDERS[0],
+        num_chunks=num_chunks,
+        offload=draw(st.sampled_from(("none", "optimizer"))) if zero_stage == 3 else "none",
     )
+
+
+def _schedules(pp: int, zero_stage: int, recompute: str) -> list[tuple[Any, int]]:
+    """Return schedules that torch can run, with stages of each rank."""
+    if pp == 1:
+        return [("gpipe", 1)]
+    found: list[tuple[Any, int]] = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]
+    if unrunnable_split("zero_bubble", zero_stage, is_mixed=False, recomputes=recompute != "none"):
+        return found
+    return [*found, ("zero_bubble", 1), ("zero_bubble", 2)]
 
 
 def draw_all(count: int, seed: int) -> list[Draw]:
@@ -144,7 +176,15 @@ def _draw_one(family: str, seed: str) -> Draw:
         found.append(draw)
 
     collect()
-    return found[-1]  # the first is always the simplest
+    return _settled(found[-1])  # the first is always the simplest
+
+
+def _settled(draw: Draw) -> Draw:
+    """Return a draw with one stage a rank where the family cannot be cut into more."""
+    program = program_of(draw.family, draw.microbatch_size)
+    if _cuts(program, draw, random.Random(0)) is not None:
+        return draw
+    return replace(draw, num_chunks=1, schedule="gpipe")
 
 
 @functools.cache
@@ -159,7 +199,8 @@ def plan_of(draw: Draw) -> Plan:
     """Return the plan of a draw."""
     program = program_of(draw.family, draw.microbatch_size)
     chance = random.Random(draw.seed)
-    firsts = _cuts(program, draw.pp, chance)
+    firsts = _cuts(program, draw, chance)
+    assert firsts is not None, "a draw was not settled"
     plan = hand_plan(
         program,
         type(build(draw.family)).__name__,
@@ -169,7 +210,11 @@ def plan_of(draw: Draw) -> Plan:
         zero_stage=draw.zero_stage,
         num_microbatches=draw.num_microbatches,
         schedule=draw.schedule,
+        num_chunks=draw.num_chunks,
         first_calls=firsts,
+        dp_replicate=draw.dp_replicate,
+        axis_order=draw.axis_order,
+        offload=draw.offload,
         layouts=_layouts(draw, program),
     )
     marks = {"none": Recompute(mode="none")}
@@ -186,13 +231,22 @@ def plan_of(draw: Draw) -> Plan:
     return replace(plan, stages=tuple(stages), recompute=marks)
 
 
-def _cuts(program: Program, pp: int, chance: random.Random) -> list[int]:
-    """Return the first calls of all stages but the first; each stage has a parameter."""
-    has_states = [bool(call.states) for call in program.calls]
-    while True:
-        ends = [0, *sorted(chance.sample(range(1, len(has_states)), pp - 1)), len(has_states)]
-        if all(any(has_states[a:b]) for a, b in pairwise(ends)):
+def _cuts(program: Program, draw: Draw, chance: random.Random) -> list[int] | None:
+    """Return the first calls of all stages but the first, or None where none were found.
+
+    Each stage has a parameter, and no two stages of a rank share one.
+    """
+    states = [{program.aliases.get(fqn, fqn) for fqn in call.states} for call in program.calls]
+    num_stages = draw.pp * draw.num_chunks
+    if num_stages > len(states):
+        return None
+    for _ in range(_TRIES):
+        ends = [0, *sorted(chance.sample(range(1, len(states)), num_stages - 1)), len(states)]
+        stages = [set().union(*states[a:b]) for a, b in pairwise(ends)]
+        ranks = [stages[rank :: draw.pp] for rank in range(draw.pp)]
+        if all(stages) and all(a.isdisjoint(b) for own in ranks for a, b in combinations(own, 2)):
             return ends[1:-1]
+    return None
 
 
 def _mark(draw: Draw, graph: BlockGraph, chance: random.Random) -> Recompute:
@@ -217,6 +271,7 @@ def _mark(draw: Draw, graph: BlockGraph, chance: random.Random) -> Recompute:
 
 def _layouts(draw: Draw, program: Program) -> dict[str, Layout]:
     layouts = {}
+    shards = draw.dp // draw.dp_replicate
     for graph in program.graphs if draw.layout != "whole" else ():
         options = shard_options(graph)
         if draw.layout == "random":
@@ -228,14 +283,14 @@ def _layouts(draw: Draw, program: Program) -> dict[str, Layout]:
         stored |= dict.fromkeys(shared_states(program, graph), "R")
         for state in graph.states:
             placed = Placement.parse(stored[state.fqn])
-            if draw.zero_stage and not fsdp_can_slice(state.meta.shape, placed, draw.dp):
+            if draw.zero_stage and not fsdp_can_slice(state.meta.shape, placed, shards):
                 stored[state.fqn] = "R"
         layouts[graph.name] = Layout(block=graph.name, degree=draw.tp, axes=axes, parameters=stored)
     return layouts
 
 
 def run_draw(rank: int, draw: Draw) -> list[str]:
-    """Run a draw on this rank; rank 0 returns what differs from the single device."""
+    """Run a draw on this rank; return what is wrong here, rank 0 all that was gathered."""
     family = FAMILIES[draw.family]
     generator = torch.Generator().manual_seed(draw.seed)
     batches = [family.batch(draw.rows, generator) for _ in range(3)]
@@ -268,8 +323,9 @@ def run_draw(rank: int, draw: Draw) -> list[str]:
         clipped=clipped,
         state=module.full_state(),
     )
+    misplaced = _misplaced_chunks(rank, module, got.state)
     if rank != 0:
-        return []
+        return misplaced
     parts = (draw.dp * draw.num_microbatches) if family.has_batch_statistics else 1
     expected = reference(
         build(draw.family),
@@ -279,7 +335,34 @@ def run_draw(rank: int, draw: Draw) -> list[str]:
         num_parts=parts,
     )
     loose = family.sums_in_float32 or (family.computes_in_float32 and draw.layout == "random")
-    return differences(got, expected, FLOAT32_TOLERANCE if loose else TOLERANCE)
+    tolerance = FLOAT32_TOLERANCE if loose else TOLERANCE
+    return [*misplaced, *differences(got, expected, tolerance)]
+
+
+def _misplaced_chunks(
+    rank: int, module: ParallelModule, state: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Return what is wrong with the parts of parameters that ranks would save to a checkpoint.
+
+    This rank's must be what the whole parameters have there; rank 0 finds those that nobody has.
+    """
+    problems = []
+    held: dict[str, torch.Tensor] = {}
+    for name, parameter in module.named_parameters():
+        held[name] = torch.zeros(parameter.shape, dtype=torch.bool)
+        for chunk in chunked(parameter).chunks:
+            sizes = zip(chunk.offsets, chunk.local.shape, strict=True)
+            at = tuple(slice(start, start + size) for start, size in sizes)
+            held[name][at] = True
+            if not torch.equal(state[name][at], chunk.local):
+                problems.append(f"rank {rank} has another {name}{list(at)}")
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(held, ranks if rank == 0 else None)
+    for name in state if rank == 0 else ():
+        parts = [own[name] for own in ranks if name in own]
+        if parts and not torch.stack(parts).any(0).all():
+            problems.append(f"a part of {name} is on no rank")
+    return problems
 
 
 @functools.cache
@@ -312,7 +395,7 @@ def run_draws(
                     continue
                 started = time.monotonic()
                 try:
-                    found = pool.run(draw)[0]
+                    found = [problem for own in pool.run(draw) for problem in own]
                 except RuntimeError as error:
                     found = [str(error)]
                 if found:

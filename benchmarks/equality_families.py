@@ -178,6 +178,56 @@ class _Expansion(nn.Module):
         return out
 
 
+class _Halves(nn.Module):
+    """Returns two slices of one tensor, and its input as another view."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.gain = nn.Linear(width, 2 * width), nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        y = self.up(x * self.gain)
+        width = x.shape[-1]
+        return y[:, :width], y[:, width:], x.view(-1, 2, width // 2)
+
+
+class _Turned(nn.Module):
+    """Writes to its input, and returns one view of its result."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mix, self.gain = nn.Linear(width, width), nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x *= self.gain
+        out: torch.Tensor = self.mix(torch.sin(x)).view(-1, 2, x.shape[-1] // 2)
+        return out
+
+
+class _Views(nn.Module):
+    """Blocks write to their inputs and return views, which are written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(3 * 8 * 8, 16)
+        self.halves = nn.ModuleList(_Halves(16) for _ in range(2))
+        self.turned = nn.ModuleList(_Turned(16) for _ in range(2))
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        x = self.stem(pixel_values.flatten(1)).tanh() * 2
+        for halves, turned in zip(self.halves, self.turned, strict=True):
+            left, right, whole = halves(x)
+            left += torch.tanh(right)
+            right.mul_(0.5)
+            x = left.sin() + right + whole.flip(1).flatten(1)
+            y = turned(x)
+            y += 1
+            x = x + y.flatten(1)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
 def _tied_gpt() -> nn.Module:
     return GPT(
         GPTConfig(vocab_size=VOCABULARY, max_tokens=TOKENS, num_layers=3, num_heads=4, width=16)
@@ -278,6 +328,7 @@ FAMILIES: Mapping[str, Family] = {
     "convnet": Family(make=_ConvNet, batch=_images, loss_fn=_class_loss, has_batch_statistics=True),
     "adapted_mlp": Family(make=_AdaptedMLP, batch=_images, loss_fn=_class_loss),
     "repeated": Family(make=_Repeated, batch=_images, loss_fn=_class_loss),
+    "views": Family(make=_Views, batch=_images, loss_fn=_class_loss),
     "tied_gpt": Family(make=_tied_gpt, batch=_tokens, loss_fn=_token_loss),
 }
 

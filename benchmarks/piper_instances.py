@@ -12,8 +12,8 @@ over stage i and the stages after it, and y[i] = ceil(s[i] / d[i]) micro-batches
 
 For a threshold T the least s for every (downset, devices) follows by dynamic programming over
 downsets (_least_degrees). The least compute of a stage within memory is a knapsack; first its
-linear relaxation stands for it, which makes the least feasible T a lower bound, and stages of the
-answer are then solved exactly by `autoplan.search.stage`, until none is a mere bound.
+linear relaxation stands for it, which makes every infeasible T a lower bound; the stages of each
+partition that it allows are then solved exactly by `autoplan.search.stage` (_bisect).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ _MEMORY_UNITS = 100  # per byte: some instances count hundredths of bytes
 _TOLERANCE = 1e-7
 _MAX_DOWNSETS = 1000
 _NEVER = 1e30
+_CHUNK = 64  # numbers of micro-batches in flight that are bounded at once
 
 _Floats = NDArray[np.float64]
 
@@ -212,25 +213,14 @@ def solve_instance(
         problem.parts.append(
             [_part(problem, index, degree) for degree in instance.times if degree <= devices]
         )
-    low, answer = 0.0, None
-    while True:
-        low, stages = _least_threshold(problem, low, answer[0] if answer else None)
-        if stages is None:
-            break
-        value = max(_exact_time(problem, stage) for stage in stages)
-        if answer is None or value < answer[0]:
-            answer = (value, stages)
-        if answer[0] <= low * (1 + 2 * _TOLERANCE):
-            break
-    if answer is None:
+    low, best, stages = _bisect(problem)
+    if stages is None:
         raise ValueError(f"{instance.name}: no partition fits {memory:g} bytes")
     return PiperAnswer(
-        time=answer[0],
-        bound=min(low, answer[0]),
+        time=best,
+        bound=min(low, best),
         seconds=time.perf_counter() - started,
-        stages=tuple(
-            (int(part.layers[row].sum()), d, part.degree) for part, row, d, _ in answer[1]
-        ),
+        stages=tuple((int(part.layers[row].sum()), d, part.degree) for part, row, d, _ in stages),
     )
 
 
@@ -269,26 +259,39 @@ def _part(problem: _Problem, index: int, degree: int) -> _Part:
 
 def _relaxed(problem: _Problem, degree: int, layers: NDArray[np.bool_], times: _Floats) -> _Floats:
     """Return [stage, y - 1] linear relaxations of the least sum of times; infinite: no fit."""
-    instance, memory = problem.instance, problem.memory
-    columns = []
-    quick = times.min(axis=2)
-    total = quick.sum(axis=1)
-    for y in range(1, problem.most_degrees + 1):
-        held = instance.held[degree] * y + instance.constant[degree]
-        fast = np.where(times[:, :, 0] <= times[:, :, 1], held[None, :, 0], held[None, :, 1])
-        lean = held.min(axis=1)
-        need = (layers * fast).sum(axis=1) - memory
-        column = np.where(layers @ lean > memory, np.inf, total)
-        rows = np.nonzero((need > 0) & np.isfinite(column))[0]
-        if len(rows):
-            leaner = np.where(held[:, 0] <= held[:, 1], times[rows, :, 0], times[rows, :, 1])
-            gain = layers[rows] * (fast[rows] - lean[None])
-            cost = np.maximum(leaner - quick[rows], 0.0) * layers[rows]
-            column[rows] += _fractional(gain, cost, need[rows])
-        columns.append(column)
-        if not np.isfinite(column).any():
+    most = problem.most_degrees
+    chunks = [np.zeros((len(layers), 0))]
+    for first in range(1, most + 1, _CHUNK):
+        in_flight = np.arange(first, min(first + _CHUNK, most + 1))
+        chunks.append(_relaxed_chunk(problem, degree, layers, times, in_flight))
+        if not np.isfinite(chunks[-1][:, -1]).any():
             break
-    return np.stack(columns, axis=1) if columns else np.zeros((len(layers), 0))
+    return np.concatenate(chunks, axis=1)
+
+
+def _relaxed_chunk(
+    problem: _Problem,
+    degree: int,
+    layers: NDArray[np.bool_],
+    times: _Floats,
+    in_flight: NDArray[np.int64],
+) -> _Floats:
+    """Return `_relaxed` at some numbers of micro-batches in flight, [stage, y]."""
+    instance, memory = problem.instance, problem.memory
+    held = instance.held[degree] * in_flight[:, None, None] + instance.constant[degree]
+    first_is_quick = times[:, :, 0] <= times[:, :, 1]
+    first_is_lean = held[:, :, 0] <= held[:, :, 1]
+    fast = np.where(first_is_quick[:, None], held[None, :, :, 0], held[None, :, :, 1])
+    lean = held.min(axis=2)
+    need = (layers[:, None] * fast).sum(axis=2) - memory
+    quick = times.min(axis=2)
+    least = np.where(layers @ lean.T > memory, np.inf, quick.sum(axis=1)[:, None])
+    row, y = np.nonzero((need > 0) & np.isfinite(least))
+    leaner = np.where(first_is_lean[y], times[row, :, 0], times[row, :, 1])
+    gain = layers[row] * (fast[row, y] - lean[y])
+    cost = np.maximum(leaner - quick[row], 0.0) * layers[row]
+    least[row, y] += _fractional(gain, cost, need[row, y])
+    return least
 
 
 def _fractional(gain: _Floats, cost: _Floats, need: _Floats) -> _Floats:
@@ -304,28 +307,29 @@ def _fractional(gain: _Floats, cost: _Floats, need: _Floats) -> _Floats:
     return np.asarray((np.clip(share, 0.0, 1.0) * costs).sum(axis=1))
 
 
-def _least_threshold(
-    problem: _Problem, low: float, high: float | None
-) -> tuple[float, list[_Stage] | None]:
-    """Return the least threshold that the bounds allow, and a partition; None: `high` is it."""
-    top = high
-    stages: list[_Stage] | None = None
-    if top is None:
-        every = [p.least[np.isfinite(p.least)] for own in problem.parts for p in own]
-        top = 2 * max((float(values.max()) for values in every if len(values)), default=0.0)
-        stages = _partition(problem, top)
-        if stages is None:
-            return top, None
-        top = max(_bounded_time(problem, stage) for stage in stages)
-    while top > low * (1 + _TOLERANCE):
-        middle = (low + top) / 2 if low else top / 2
-        found = _partition(problem, middle)
+def _bisect(problem: _Problem) -> tuple[float, float, list[_Stage] | None]:
+    """Return a threshold that no partition is below, and the time and stages of the best one.
+
+    A threshold is given up when the bounds allow no partition. A partition that they allow has its
+    stages solved; if that shows it to be slower, the same threshold is asked again.
+    """
+    every = [p.least[np.isfinite(p.least)] for own in problem.parts for p in own]
+    threshold = 2 * max((float(values.max()) for values in every if len(values)), default=0.0)
+    low, best, stages = 0.0, np.inf, None
+    while best > low * (1 + _TOLERANCE):
+        found = _partition(problem, threshold)
+        if found is None and stages is None:
+            break
         if found is None:
-            low = middle
+            low = threshold
         else:
-            stages = found
-            top = min(top, max(_bounded_time(problem, stage) for stage in found))
-    return low, stages
+            value = max(_exact_time(problem, stage) for stage in found)
+            if value < best:
+                best, stages = value, found
+            if value > threshold:
+                continue
+        threshold = (low + best) / 2
+    return low, best, stages
 
 
 def _sync(problem: _Problem, part: _Part, d: int) -> _Floats:
@@ -343,7 +347,7 @@ def _partition(problem: _Problem, threshold: float) -> list[_Stage] | None:
     index, used = len(degrees) - 1, int(np.argmin(last))
     stages: list[_Stage] = []
     while index > 0:
-        part_index, row, d = choices[index][used]
+        part_index, row, d = choices[index][:, used].tolist()
         part = problem.parts[index][part_index]
         y = -(-int(degrees[index][used]) // d)
         stages.append((part, row, d, y))
@@ -354,14 +358,14 @@ def _partition(problem: _Problem, threshold: float) -> list[_Stage] | None:
 
 def _least_degrees(
     problem: _Problem, threshold: float
-) -> tuple[list[_Floats], list[list[tuple[int, int, int]]]]:
-    """Return per downset [devices] the least sum of d, and how it arises."""
+) -> tuple[list[_Floats], list[NDArray[np.int64]]]:
+    """Return per downset [devices] the least sum of d, and the [part, row, d] that it arises by."""
     devices = problem.devices
     degrees = [np.zeros(devices + 1)]
-    choices: list[list[tuple[int, int, int]]] = [[(-1, -1, 0)] * (devices + 1)]
+    choices = [np.full((3, devices + 1), -1)]
     for own in problem.parts[1:]:
         best = np.full(devices + 1, np.inf)
-        how = [(-1, -1, 0)] * (devices + 1)
+        how = np.full((3, devices + 1), -1)
         for part_index, part in enumerate(own):
             after = np.stack([degrees[i] for i in part.inner])
             for d in problem.divisors:
@@ -379,9 +383,10 @@ def _least_degrees(
                 pick = sums.argmin(axis=0)
                 value = sums[pick, np.arange(sums.shape[1])]
                 better = np.nonzero(value < best[used:])[0]
-                for k in better.tolist():
-                    how[used + k] = (part_index, int(rows[pick[k]]), d)
-                best[used:][better] = value[better]
+                how[0, used + better] = part_index
+                how[1, used + better] = rows[pick[better]]
+                how[2, used + better] = d
+                best[used + better] = value[better]
         degrees.append(best)
         choices.append(how)
     return degrees, choices

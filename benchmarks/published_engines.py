@@ -4,27 +4,43 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
-__all__ = ["Skipped", "engine_of"]
+from autoplan.engines import AUTOPLAN, Engine, LossKind
+
+__all__ = ["COMPILED", "Skipped", "engine_of", "rung_of"]
+
+COMPILED, _CHUNKED, _IN_BACKWARD = 2, 3, 5  # rungs of `_LADDER`
 
 
 class Skipped(Exception):
     """A row that cannot be priced; the text is the reason."""
 
 
-def engine_of(row: Mapping[str, str], family: str, zero_stage: int) -> str:
+def engine_of(
+    row: Mapping[str, str], family: str, zero_stage: int, *, steps_in_backward: bool = False
+) -> str | Engine:
     """Return the engine that prices a row, by the name of its framework.
+
+    Args:
+        row: of published measurements.
+        family: of kernels.
+        zero_stage: that it is priced with.
+        steps_in_backward: where the row leaves that open.
 
     Raises:
         Skipped: no engine is like it.
     """
     dtype = (row.get("dtype") or "").lower()
-    if family == "megatron":
+    is_deepspeed = "deepspeed" in row.get("framework", "").lower()
+    if family == "megatron" and not (is_deepspeed and zero_stage > 1):
         if zero_stage > 1:
             raise Skipped(f"ZeRO-{zero_stage} of {row.get('framework')} is not priced")
         return _megatron_engine(row, dtype)
-    if "deepspeed" in row.get("framework", "").lower():
-        raise Skipped("the buffers of DeepSpeed's ZeRO are not priced")
+    if is_deepspeed:
+        return "deepspeed"
+    if "torchtune" in row.get("framework", "").lower():
+        return _torchtune_engine(row, steps_in_backward)
     if "internevo" in row.get("framework", "").lower() and zero_stage <= 1:
         return "internevo"
     text = f"{row.get('framework')} {row.get('sharding')}".lower()
@@ -37,6 +53,26 @@ def engine_of(row: Mapping[str, str], family: str, zero_stage: int) -> str:
     if "fsdp1" in text or "fsdp (" in text:
         return "fsdp1-bf16" if "mp=pure" in text else "fsdp1"
     return "autoplan"
+
+
+# What torchtune's ladder of techniques adds, one after the other.
+_LADDER = ("baseline", "+packed", "+compile", "+chunked ce", "+act ckpt", "+optimizer in bwd")
+
+
+def rung_of(row: Mapping[str, str]) -> int | None:
+    """Return how far up the ladder of torchtune's techniques a row is; None: it names none."""
+    text = (row.get("notes") or "").lower()
+    if "techniques applied cumulatively" not in text:
+        return None
+    return next((i for i, name in enumerate(_LADDER) if f": {name}" in text), len(_LADDER))
+
+
+def _torchtune_engine(row: Mapping[str, str], steps_in_backward: bool) -> Engine:
+    rung = rung_of(row)
+    compiles_loss = "compile" in row.get("framework", "") if rung is None else rung >= _CHUNKED
+    loss: LossKind = "compiled" if compiles_loss else "torch"
+    steps = steps_in_backward if rung is None else rung >= _IN_BACKWARD
+    return replace(AUTOPLAN, name="torchtune", is_foreach=False, loss=loss, steps_in_backward=steps)
 
 
 def _megatron_engine(row: Mapping[str, str], dtype: str) -> str:

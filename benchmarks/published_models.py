@@ -17,7 +17,22 @@ from torch import nn
 
 from benchmarks import fused_kernels as fused
 
-__all__ = ["Decoder", "Shape", "batch_of"]
+__all__ = ["Adapter", "Decoder", "Shape", "batch_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """Low-rank adapters: all else is frozen (Hu et al. 2021).
+
+    Attributes:
+        rank: of each pair of matrices.
+        targets: linear layers that have one: `query`, `key`, `value`, `out`, `up`, `gate`, `down`.
+        dropout: on what an adapter reads.
+    """
+
+    rank: int
+    targets: tuple[str, ...] = ("query", "value")
+    dropout: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +51,7 @@ class Shape:
         attention: `flash`, or `unfused` with materialised scores.
         skips_masked: the fused kernel leaves out what a causal mask hides.
         kernels: family, see the module.
+        adapter: what alone is trained; None: everything is.
     """
 
     layers: int
@@ -54,9 +70,14 @@ class Shape:
     attention: Literal["flash", "unfused"] = "flash"
     skips_masked: bool = True
     kernels: Literal["megatron", "torch", "foundry"] = "torch"
+    adapter: Adapter | None = None
 
     def __str__(self) -> str:
-        return " ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+        """Return every field; of an adapter only where there is one."""
+        named = {f.name: getattr(self, f.name) for f in fields(self)}
+        if self.adapter is None:
+            del named["adapter"]
+        return " ".join(f"{name}={value}" for name, value in named.items())
 
 
 def batch_of(shape: Shape) -> dict[str, torch.Tensor]:
@@ -80,6 +101,30 @@ class _EagerRmsNorm(nn.Module):
         return scaled.to(hidden.dtype) * self.weight
 
 
+class _AdaptedLinear(nn.Module):
+    """A frozen linear layer beside two small trained ones."""
+
+    def __init__(self, frozen: nn.Linear, adapter: Adapter) -> None:
+        super().__init__()
+        self.frozen = frozen
+        self.first = nn.Linear(frozen.in_features, adapter.rank, bias=False)
+        self.second = nn.Linear(adapter.rank, frozen.out_features, bias=False)
+        self.dropout = adapter.dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        narrow = F.dropout(x, 0.05) if self.dropout else x
+        out: torch.Tensor = self.frozen(x) + 2.0 * self.second(self.first(narrow))
+        return out
+
+
+def _linear(shape: Shape, name: str, width: int, out: int) -> nn.Module:
+    """Return a linear layer of a block, adapted if it is a target."""
+    layer = nn.Linear(width, out, bias=shape.has_bias)
+    if shape.adapter is None or name not in shape.adapter.targets:
+        return layer
+    return _AdaptedLinear(layer, shape.adapter)
+
+
 def _norm(shape: Shape) -> nn.Module:
     if shape.norm == "layer":
         return nn.LayerNorm(shape.hidden)
@@ -99,10 +144,10 @@ class _Attention(nn.Module):
         if self.is_fused:
             self.all = nn.Linear(shape.hidden, shape.hidden + 2 * kv_width, bias=shape.has_bias)
         else:
-            self.query = nn.Linear(shape.hidden, shape.hidden, bias=shape.has_bias)
-            self.key = nn.Linear(shape.hidden, kv_width, bias=shape.has_bias)
-            self.value = nn.Linear(shape.hidden, kv_width, bias=shape.has_bias)
-        self.out = nn.Linear(shape.hidden, shape.hidden, bias=shape.has_bias)
+            self.query = _linear(shape, "query", shape.hidden, shape.hidden)
+            self.key = _linear(shape, "key", shape.hidden, kv_width)
+            self.value = _linear(shape, "value", shape.hidden, kv_width)
+        self.out = _linear(shape, "out", shape.hidden, shape.hidden)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         query, key, value = self._projected(hidden)
@@ -138,6 +183,12 @@ class _Attention(nn.Module):
         return fused.rotate(value.float()).to(value.dtype)
 
     def _mixed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        groups, ratio = self.shape.kv_heads, self.shape.heads // self.shape.kv_heads
+        if self.shape.kernels == "torch" and ratio > 1:
+            # Llama's own code, torchtitan, torchtune and HF repeat them, and autograd keeps that.
+            key = key.repeat_interleave(ratio, dim=1)
+            value = value.repeat_interleave(ratio, dim=1)
+            groups = self.shape.heads
         if self.shape.attention == "flash":
             return F.scaled_dot_product_attention(
                 query,
@@ -145,7 +196,7 @@ class _Attention(nn.Module):
                 value,
                 dropout_p=0.1 if self.shape.dropout else 0.0,
                 is_causal=self.shape.skips_masked,
-                enable_gqa=self.shape.kv_heads != self.shape.heads,
+                enable_gqa=groups != self.shape.heads,
             )
         scores = torch.matmul(query, key.transpose(-1, -2))
         probs = fused.masked_softmax(scores)
@@ -159,12 +210,10 @@ class _Mlp(nn.Module):
         super().__init__()
         self.shape = shape
         self.is_fused = shape.activation == "swiglu" and shape.kernels == "megatron"
-        self.up = nn.Linear(
-            shape.hidden, shape.ffn * (2 if self.is_fused else 1), bias=shape.has_bias
-        )
+        self.up = _linear(shape, "up", shape.hidden, shape.ffn * (2 if self.is_fused else 1))
         if shape.activation == "swiglu" and not self.is_fused:
-            self.gate = nn.Linear(shape.hidden, shape.ffn, bias=shape.has_bias)
-        self.down = nn.Linear(shape.ffn, shape.hidden, bias=shape.has_bias)
+            self.gate = _linear(shape, "gate", shape.hidden, shape.ffn)
+        self.down = _linear(shape, "down", shape.ffn, shape.hidden)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.is_fused:
@@ -216,6 +265,15 @@ class Decoder(nn.Module):
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
         if shape.is_tied:
             self.head.weight = self.embedding.weight
+        if shape.adapter is not None:
+            self._freeze()
+
+    def _freeze(self) -> None:
+        self.requires_grad_(False)
+        for module in self.modules():
+            if isinstance(module, _AdaptedLinear):
+                module.first.requires_grad_()
+                module.second.requires_grad_()
 
     @classmethod
     def on_meta(cls, shape: Shape) -> Decoder:

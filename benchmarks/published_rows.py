@@ -17,10 +17,18 @@ from autoplan.graph import BlockTrace
 from autoplan.plan import Recompute
 from autoplan.profiles.catalog import load_profile
 from autoplan.profiles.device import DeviceProfile
-from benchmarks.published_engines import Skipped, engine_of
+from benchmarks.published_engines import COMPILED, Skipped, engine_of, rung_of
 from benchmarks.published_models import Shape
+from benchmarks.published_shapes import family_of, need, number, padded, shape_of
 
-__all__ = ["Configuration", "Skipped", "configurations", "measured_bytes", "measured_time_s"]
+__all__ = [
+    "Configuration",
+    "Skipped",
+    "configurations",
+    "gpus_of",
+    "measured_bytes",
+    "measured_time_s",
+]
 
 GIB = 2**30
 
@@ -53,10 +61,6 @@ PROFILES = {
     "RTX 4090-24": "rtx_4090",
 }
 
-# Words that a framework's text may hold, and the family of kernels that it runs.
-_MEGATRON = ("megatron", "gpt-neox", "libai")
-_FOUNDRY = ("llm-foundry",)
-_LLAMA = ("llama", "qwen", "mistral", "mixtral", "internlm", "deepseek", "vicuna", "yi-")
 _BILLION = 1e9
 
 
@@ -82,20 +86,14 @@ class Configuration:
     allocator: Literal["segments"] | None = "segments"
 
 
-def _number(row: Mapping[str, str], key: str) -> int | None:
-    text = (row.get(key) or "").strip()
-    return round(float(text)) if text else None
-
-
-def _need(row: Mapping[str, str], key: str) -> int:
-    value = _number(row, key)
-    if value is None:
-        raise Skipped(f"{key} is not given")
-    return value
-
-
 def measured_time_s(row: Mapping[str, str]) -> float | None:
-    """Return seconds of an iteration: printed, or from tokens per second."""
+    """Return seconds of an iteration: printed, or from tokens per second.
+
+    None where it is not one of the batch and length that the row gives.
+    """
+    notes = (row.get("notes") or "").lower()
+    if "per micro-batch" in notes or "longest" in notes:
+        return None
     if row.get("iter_time_s"):
         return float(row["iter_time_s"])
     keys = ("tokens_per_s_per_gpu", "gpus", "global_batch", "seq")
@@ -120,7 +118,7 @@ def measured_bytes(row: Mapping[str, str]) -> tuple[float, str] | None:
         return value * (1000 * 2**20 if unit == _BILLION else unit), "device"
     if "reserved" in kind:
         return value * unit, "reserved"
-    if "alloc" in kind:
+    if "alloc" in kind or "active" in kind:
         return value * unit, "allocated"
     return None
 
@@ -132,20 +130,21 @@ def configurations(row: Mapping[str, str]) -> list[Configuration]:
         Skipped: the row lacks what cannot be left open, or holds what `estimate` does not price.
     """
     _check_priced(row)
-    shape = _shape(row)
-    cluster = _cluster(row)
-    degrees = _degrees(row, cluster.world_size)
+    shape = shape_of(row)
+    gpus = gpus_of(row)
+    degrees = _degrees(row, need(row, "gpus"))
     is_other = "oneflow" in (row.get("framework") or "").lower()
     found = []
-    for choice in _choices(row, degrees):
+    for choice in _choices(row, degrees, gpus):
+        cluster = _cluster(row, choice.get("gpu", gpus[0]))
         options = _options(row, degrees, choice)
-        microbatch = _need(row, "micro_batch")
-        batch = _number(row, "global_batch")
+        microbatch = need(row, "micro_batch")
+        batch = number(row, "global_batch")
         if batch is None:
-            accumulated = _number(row, "grad_accum") or max(1, degrees["pp"])
+            accumulated = number(row, "grad_accum") or max(1, degrees["pp"])
             batch = microbatch * degrees["dp"] * accumulated
         options["microbatch_size"] = microbatch
-        fitted = replace(shape, vocab=_padded(shape.vocab, row, degrees["tp"]))
+        fitted = replace(shape, vocab=padded(shape.vocab, row, degrees["tp"]))
         found.append(
             Configuration(
                 shape=fitted,
@@ -161,20 +160,19 @@ def configurations(row: Mapping[str, str]) -> list[Configuration]:
 
 def _check_priced(row: Mapping[str, str]) -> None:
     for key, word in (("cp", "context parallelism"), ("ep", "expert parallelism")):
-        if (_number(row, key) or 1) > 1:
+        if (number(row, key) or 1) > 1:
             raise Skipped(f"{word} is not priced")
-    if (_number(row, "num_experts") or 0) > 1 or "moe" in row.get("model", "").lower():
+    if (number(row, "num_experts") or 0) > 1 or "moe" in row.get("model", "").lower():
         raise Skipped("experts are not built from a row")
     text = " ".join(
         (row.get(k) or "").lower() for k in ("model", "framework", "sharding", "notes", "args")
     )
     reasons = {
-        r"\b(lora|qlora|adapter)\b": "low-rank fine-tuning is not built from a row",
-        r"offload": "offload is not priced",
+        r"\b(adapter|galore|dora)\b": "adapters other than LoRA are not built from a row",
+        r"\bqlora\b|\bnf4\b|\bint8\b|8-bit base": "quantized weights are not priced",
         r"async_tp": "overlap of tensor-parallel communication is not priced",
         r"tp-comm-overlap": "overlap of tensor-parallel communication is not priced",
         r"\bbert|\bt5\b|llava|clip": "only decoders are built from a row",
-        r"8-bit|bitsandbytes|paged": "8-bit optimizers are not priced",
         r"rowwise": "float8 scaled by rows has no measured speed",
         r"mamba|hybrid-": "only attention blocks are built from a row",
     }
@@ -186,92 +184,36 @@ def _check_priced(row: Mapping[str, str]) -> None:
         raise Skipped("optimizer muon is not priced")
 
 
-def _family(row: Mapping[str, str]) -> str:
-    text = row.get("framework", "").lower()
-    if any(word in text for word in _MEGATRON):
-        return "megatron"
-    return "foundry" if any(word in text for word in _FOUNDRY) else "torch"
+def gpus_of(row: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the GPUs that a row may mean, by the names of `PROFILES`.
 
+    An A100 of no stated memory is either, unless the other could not hold what was measured.
 
-def _shape(row: Mapping[str, str]) -> Shape:
-    family = _family(row)
-    args = row.get("args") or ""
-    notes = (row.get("notes") or "").lower()
-    hidden, heads = _need(row, "hidden"), _need(row, "heads")
-    is_llama = any(word in row.get("model", "").lower() for word in _LLAMA)
-    is_gated = is_llama or row.get("swiglu") == "true" or " swiglu" in args
-    is_rotary = is_llama or "position-embedding-type=rope" in args
-    attention = (row.get("attention") or "").lower()
-    is_unfused = "unfused" in attention or attention == "local"
-    if not attention and family == "megatron" and re.search(r"202[01]", row.get("framework", "")):
-        is_unfused = True
-    has_dropout = family == "megatron" and not is_llama and "dropout 0" not in notes
-    has_dropout = has_dropout and "hidden-dropout=0.0" not in args
-    default_ffn = hidden * 4 if not is_gated else None
-    ffn = _number(row, "ffn") or default_ffn
-    if ffn is None:
-        raise Skipped("ffn is not given")
-    is_tied = not is_llama
-    if row.get("untied"):
-        is_tied = row["untied"] != "true"
-    return Shape(
-        layers=_need(row, "layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=_number(row, "kv_heads") or heads,
-        ffn=ffn,
-        vocab=_vocabulary(row),
-        seq=_need(row, "seq"),
-        norm="rms" if is_llama or "normalization=RMSNorm" in args else "layer",
-        position="rotary" if is_rotary else "learned",
-        activation=("swiglu" if is_gated else "squared_relu" if "squared-relu" in args else "gelu"),
-        is_tied=is_tied,
-        has_bias=not is_llama and "disable-bias-linear" not in args,
-        dropout=has_dropout,
-        attention="unfused" if is_unfused else "flash",
-        # A100 rows of llm-foundry, which may be fitted to: time grows with the whole matrix.
-        skips_masked=family != "foundry",
-        kernels=family,  # type: ignore[arg-type]
-    )
-
-
-_TOKENIZERS = {
-    "nemotron_2_256k": 256000,
-    "Llama2Tokenizer": 32000,
-    "GPT2BPETokenizer": 50257,
-}
-
-
-def _vocabulary(row: Mapping[str, str]) -> int:
-    known = _number(row, "vocab")
-    if known:
-        return known
-    for word, size in _TOKENIZERS.items():
-        if word in (row.get("args") or ""):
-            return size
-    raise Skipped("vocab is not given")
-
-
-def _padded(vocab: int, row: Mapping[str, str], tp: int) -> int:
-    """Return the vocabulary, with Megatron-LM padded to a multiple of 128 * tp."""
-    if _family(row) != "megatron":
-        return vocab
-    found = re.search(r"make-vocab-size-divisible-by=(\d+)", row.get("args") or "")
-    step = (int(found.group(1)) if found else 128) * tp
-    return -(-vocab // step) * step
-
-
-def _cluster(row: Mapping[str, str]) -> Cluster:
+    Raises:
+        Skipped: there is no profile.
+    """
     gpu = (row.get("gpu") or "").strip()
-    if gpu not in PROFILES:
-        raise Skipped(f"no profile for GPU {gpu or 'that is not given'}")
+    if gpu in PROFILES:
+        return (gpu,)
+    if re.match(r"A100\b", gpu):
+        peak = float(row.get("peak_mem_gib") or 0)
+        gib = number(row, "gpu_mem_gb")
+        sizes = [size for size in (40, 80) if peak <= size and gib in (None, size)]
+        if sizes:
+            return tuple(f"A100-{size}" for size in sizes)
+    if "DGX-2" in gpu:
+        return ("V100-32",)  # sold with that memory only
+    raise Skipped(f"no profile for GPU {gpu or 'that is not given'}")
+
+
+def _cluster(row: Mapping[str, str], gpu: str) -> Cluster:
     try:
         device = load_profile(PROFILES[gpu])
     except ValueError as error:
         raise Skipped(str(error)) from None
     device = _with_bfloat16(device)
-    gpus = _need(row, "gpus")
-    per_node = min(_number(row, "gpus_per_node") or 8, gpus)
+    gpus = need(row, "gpus")
+    per_node = min(number(row, "gpus_per_node") or 8, gpus)
     if gpus % per_node:
         raise Skipped(f"{gpus} GPUs do not fill nodes of {per_node}")
     cluster = Cluster.from_device(device, num_nodes=gpus // per_node, gpus_per_node=per_node)
@@ -297,25 +239,38 @@ def _with_bfloat16(device: DeviceProfile) -> DeviceProfile:
 
 
 def _degrees(row: Mapping[str, str], world: int) -> dict[str, int]:
-    tp, pp = _number(row, "tp"), _number(row, "pp")
-    if (tp is None or pp is None) and _family(row) == "megatron":
+    tp, pp = number(row, "tp"), number(row, "pp")
+    if (tp is None or pp is None) and family_of(row) == "megatron":
         raise Skipped("tp or pp is not given")
     tp, pp = tp or 1, pp or 1
-    dp = _number(row, "dp") or world // (tp * pp)
+    dp = number(row, "dp") or world // (tp * pp)
     if dp * tp * pp != world:
         raise Skipped(f"dp {dp} * tp {tp} * pp {pp} is not {world} GPUs")
     return {"dp": dp, "tp": tp, "pp": pp}
 
 
-def _choices(row: Mapping[str, str], degrees: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+def _choices(
+    row: Mapping[str, str], degrees: Mapping[str, int], gpus: tuple[str, ...]
+) -> Iterator[dict[str, Any]]:
     """Yield values of what the row leaves open."""
     open_fields: dict[str, tuple[Any, ...]] = {}
+    if len(gpus) > 1:
+        open_fields["gpu"] = gpus
+    is_full = shape_of(row).adapter is None
+    if "torchtune" in (row.get("framework") or "").lower() and rung_of(row) is None and is_full:
+        # Its recipes of one device step in the backward, with any of these.
+        if not row.get("optimizer"):
+            open_fields["optimizer"] = ("AdamW", "PagedAdamW8bit")
+        if degrees["dp"] == 1:
+            open_fields["steps_in_backward"] = (False, True)
     # Outside of Megatron-LM "selective" is a share of the blocks (`apply_fsdp_checkpointing`, IBM).
-    is_share = row.get("recompute") == "selective" and _family(row) == "torch"
+    is_share = row.get("recompute") == "selective" and family_of(row) == "torch"
     if not row.get("recompute") or is_share:
         open_fields["recompute"] = ("none", "full")
     if not row.get("zero_stage") and degrees["dp"] > 1:
-        sharded = "fsdp" in (row.get("sharding") or "").lower()
+        keys = ("sharding", "framework", "notes")
+        text = " ".join((row.get(key) or "").lower() for key in keys)
+        sharded = "fsdp" in text or "torchtune" in text
         open_fields["zero_stage"] = (3,) if sharded else (0, 1)
     if not row.get("sequence_parallel") and degrees["tp"] > 1:
         open_fields["sequence_parallel"] = (False, True)
@@ -326,26 +281,53 @@ def _choices(row: Mapping[str, str], degrees: Mapping[str, int]) -> Iterator[dic
 def _options(
     row: Mapping[str, str], degrees: Mapping[str, int], choice: Mapping[str, Any]
 ) -> dict[str, Any]:
-    family = _family(row)
+    family = family_of(row)
     options: dict[str, Any] = {**degrees, "stage_ends": "blocks", "tensor_layout": "megatron"}
-    stated = _number(row, "zero_stage")
+    stated = number(row, "zero_stage")
     options["zero_stage"] = choice.get("zero_stage", stated if stated is not None else 0)
     sequence = choice.get("sequence_parallel", row.get("sequence_parallel") == "true")
     options["sequence_parallel"] = bool(sequence) and degrees["tp"] > 1
     options["recompute"] = choice.get("recompute") or _recompute(row["recompute"])
-    options["engine"] = engine_of(row, family, options["zero_stage"])
-    parts = _number(row, "vpp") or 1
+    options["engine"] = engine_of(
+        row,
+        family,
+        options["zero_stage"],
+        steps_in_backward=choice.get("steps_in_backward", False),
+    )
+    options["offload"] = _offload(row)
+    if options["offload"] != "none" and options["zero_stage"] != 3:
+        raise Skipped("offload without ZeRO-3 is not priced")
+    parts = number(row, "vpp") or 1
     options["virtual_stages"] = parts if degrees["pp"] > 1 else 1
-    optimizer = (row.get("optimizer") or "Adam").lower()
-    if "adam" not in optimizer:
-        raise Skipped(f"optimizer {optimizer} is not priced")
-    options["optimizer"] = "AdamW"
+    options["optimizer"] = choice.get("optimizer") or _optimizer(row)
     options["mixed_precision"] = _precision(row)
     if "fp8" in (row.get("dtype") or "").lower():
         options["product_dtype"] = "float8"
-    if "compile" in row.get("framework", "").lower():
+    if "compile" in row.get("framework", "").lower() or (rung_of(row) or 0) >= COMPILED:
         options["is_compiled"] = True
     return options
+
+
+def _optimizer(row: Mapping[str, str]) -> str:
+    """Return the optimizer by the name that `estimate` knows; one of 8 bits is told apart."""
+    text = (row.get("optimizer") or "Adam").lower()
+    is_narrow = re.search(r"8[-_ ]?bit", text) is not None
+    if "adam" not in text and not is_narrow:
+        raise Skipped(f"optimizer {text} is not priced")
+    return ("Paged" if "paged" in text else "") + "AdamW" + ("8bit" if is_narrow else "")
+
+
+def _offload(row: Mapping[str, str]) -> str:
+    """Return what lies in host memory: `optimizer` is shards of parameters and gradients too."""
+    keys = ("framework", "sharding", "notes", "recompute")
+    text = " ".join((row.get(key) or "").lower() for key in keys)
+    text = text.replace("optimizer offload n, param offload n", "")
+    if "offload" not in text:
+        return "none"
+    whole = r"full (cpu )?offload|cpuoffload_all|optimizer offload y, param offload y"
+    if re.search(whole, text) and "pa_cpu y" not in text:
+        return "optimizer"
+    raise Skipped("offload of a part is not priced")
 
 
 def _precision(row: Mapping[str, str]) -> str:
@@ -354,6 +336,9 @@ def _precision(row: Mapping[str, str]) -> str:
         raise Skipped(f"dtype {dtype} is not priced")
     if dtype == "fp32":
         raise Skipped("dtype fp32 is not built from a row")
+    # These frameworks keep parameters in the dtype that they compute in.
+    if any(word in (row.get("framework") or "").lower() for word in ("torchtune", "litgpt")):
+        return "none"
     if "bf16-true" in dtype or "states bf16" in dtype or "pure bf16" in dtype:
         return "none"
     return "bfloat16"

@@ -1,6 +1,6 @@
 """The elephant: plan a GPT that does not fit in any simple way, and train it on four processes.
 
-    python examples/ex2_elephant.py
+    python examples/ex2_elephant.py [--steps N]
 
 Device_Memory is so small that one device, ZeRO-3 alone and recompute alone all fail. The script
 measures plain training on one process, searches for a plan, trains it under torchrun, and ends with
@@ -10,6 +10,7 @@ predicted peak is within 10 % of the measured one.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
@@ -38,7 +39,6 @@ DEVICE_MEMORY = "30MiB"
 RESERVE_BYTES = 512 * 1024  # stays free: gloo now and then lets go of a buffer late
 NUM_PROCESSES = 4
 GLOBAL_BATCH = 8
-STEPS = 20
 LOSS_TOLERANCE = 1e-5
 PEAK_TOLERANCE = 0.10
 ALONE = ("one device", "ZeRO-3", "one device, recompute all")
@@ -54,7 +54,7 @@ def gpt() -> tuple[GPT, Any, Any]:
     return GPT(CONFIG), batch_like(CONFIG, GLOBAL_BATCH, CONFIG.max_tokens), loss_fn
 
 
-def train_alone() -> tuple[list[float], int]:
+def train_alone(steps: int) -> tuple[list[float], int]:
     """Return the losses and the measured peak of plain training on this one process."""
     model, batch, loss = gpt()
     optimizer = make_optimizer("AdamW", model.parameters())
@@ -62,7 +62,7 @@ def train_alone() -> tuple[list[float], int]:
     meter = StorageMeter()
     with meter:
         meter.baseline(model, optimizer)
-        for step in range(STEPS):
+        for step in range(steps):
             rows = global_batch(batch, GLOBAL_BATCH, step)
             value = loss(model(rows["input_ids"]), rows)
             value.backward()
@@ -107,12 +107,12 @@ def search(cluster: autoplan.Cluster) -> Plan:
     return plan
 
 
-def train_together(plan: Plan, folder: Path) -> list[RankResult]:
+def train_together(plan: Plan, folder: Path, steps: int) -> list[RankResult]:
     """Return what every rank measured of the plan, trained under torchrun."""
     plan.save(folder / "plan.json")
     script = f"{Path(__file__).resolve()}:gpt"
     arguments = ["-m", "autoplan.training", str(folder / "plan.json"), "--model", script]
-    arguments += ["--steps", str(STEPS), "--results", str(folder)]
+    arguments += ["--steps", str(steps), "--results", str(folder)]
     launch(arguments, NUM_PROCESSES, timeout_s=900, echo=False)
     files = [folder / f"rank{rank}.json" for rank in range(NUM_PROCESSES)]
     return [codec.loads(RankResult, file.read_text()) for file in files]
@@ -121,7 +121,7 @@ def train_together(plan: Plan, folder: Path) -> list[RankResult]:
 def compare(plan: Plan, alone: list[float], results: list[RankResult]) -> list[str]:
     """Print losses and peaks side by side; return what is not as it must be."""
     together = results[0].losses
-    print(f"\n3. Training on {NUM_PROCESSES} processes, {STEPS} steps")
+    print(f"\n3. Training on {NUM_PROCESSES} processes, {len(alone)} steps")
     rows = [("step", "one device", "plan", "relative difference")]
     wrong = []
     for step, (a, b) in enumerate(zip(alone, together, strict=True)):
@@ -150,11 +150,14 @@ def compare(plan: Plan, alone: list[float], results: list[RankResult]) -> list[s
 
 def main() -> int:
     """Run the three parts; return the exit code."""
+    parser = argparse.ArgumentParser(description="Plan and train a GPT that does not fit.")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps to train")
+    steps = parser.parse_args().steps
     torch.set_num_threads(1)
     cluster = autoplan.Cluster.parse(f"{NUM_PROCESSES}:cpu").with_memory(
         DEVICE_MEMORY, reserve_bytes=RESERVE_BYTES
     )
-    losses, measured = train_alone()
+    losses, measured = train_alone(steps)
     show_need(cluster, measured)
     plan = search(cluster)
     wrong = []
@@ -164,7 +167,7 @@ def main() -> int:
         if row.name in ALONE and row.fits:
             wrong.append(f"{row.name} fits by itself")
     with tempfile.TemporaryDirectory() as folder:
-        results = train_together(plan, Path(folder))
+        results = train_together(plan, Path(folder), steps)
     wrong += compare(plan, losses, results)
     for line in wrong:
         print(f"WRONG: {line}")

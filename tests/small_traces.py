@@ -25,8 +25,9 @@ from autoplan.graph import (
     Trace,
     ValueTrace,
 )
+from autoplan.optimizers import Optimizer
 from autoplan.planner import Planner
-from autoplan.settings import Optimizer, Workload
+from autoplan.settings import Workload
 
 __all__ = ["BodySpec", "ChainSpec", "planner_of", "small_trace", "workload_of"]
 

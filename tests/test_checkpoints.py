@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def plan_of(name: str, **arguments: Any) -> Plan:
 def make(name: str, plan: Plan) -> tuple[ParallelModule, torch.optim.Optimizer]:
     """Return the module and its optimizer."""
     model, loss = build(name)
-    module = parallelize(plan, model, global_batch(1), loss, device="cpu")
+    with unittest.mock.patch("autoplan.emitter.capture", return_value=program_of(name, 1)):
+        module = parallelize(plan, model, global_batch(1), loss, device="cpu")
     # A large eps: key biases have gradients that are zero but for rounding.
     return module, torch.optim.AdamW(module.parameters(), lr=0.01, eps=1e-3)
 
@@ -87,6 +89,7 @@ CHAINS = {
     ("gpt_tied", 2): [{"tp": 2}, {"pp": 2}, {"dp": 2, "zero_stage": 3}, {"dp": 2}],
     ("gpt2", 4): [
         {"dp": 2, "tp": 2, "zero_stage": 3},
+        {"dp": 4, "dp_replicate": 2, "zero_stage": 3},
         {"pp": 2, "dp": 2, "zero_stage": 1},
         {"pp": 2, "tp": 2},
         {"tp": 4},

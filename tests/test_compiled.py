@@ -48,10 +48,16 @@ def test_compiled_blocks_recompute_and_shard_as_others_do() -> None:
         assert gradient < 1e-12
 
 
+def test_blocks_on_slices_are_compiled_with_their_collectives() -> None:
+    layouts = megatron(program_of("gpt_dropout"), 2)
+    plan = plan_of("gpt_dropout", tp=2, layouts=layouts, recompute=Recompute(mode="full"))
+    for loss, gradient, graphs in run_workers(_differences, 2, plan, timeout_s=200):
+        assert graphs == 4  # one for each block: no collective breaks it
+        assert loss < 1e-12
+        assert gradient < 1e-12
+
+
 def test_what_cannot_be_compiled_is_refused_by_name() -> None:
     model, loss = build("gpt")
     with pytest.raises(ValueError, match="allowed are inductor, aot_eager"):
         parallelize(plan_of("gpt"), model, global_batch(2), loss, compile="eager")
-    split = plan_of("gpt", tp=2, layouts=megatron(program_of("gpt"), 2))
-    with pytest.raises(ValueError, match="beside tp=2"):
-        parallelize(split, model, global_batch(2), loss, compile="inductor")

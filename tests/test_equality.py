@@ -29,6 +29,8 @@ CLASS_TOKEN = Draw(
     seed=2218,
 )
 
+VIEWS = replace(CLASS_TOKEN, family="views", recompute="none", num_microbatches=2)
+
 # Each found a fault once.
 FOUND = (
     # Two gradients of DTensors shared one memory.
@@ -125,6 +127,40 @@ FOUND = (
         optimizer="sgd",
         seed=1,
     ),
+    # A stage wrote to what entered it.
+    VIEWS,
+    # A write to a view dropped the hook that gathers parameters for the backward.
+    replace(VIEWS, dp=2, pp=1, zero_stage=3, schedule="gpipe", recompute="full"),
+)
+
+# Replicas of shards beside everything else, and several stages a rank.
+REPLICAS = replace(
+    CLASS_TOKEN, family="tied_gpt", dp=4, dp_replicate=2, zero_stage=3, pp=1, schedule="gpipe"
+)
+COMBINED = (
+    replace(REPLICAS, tp=2, layout="megatron", num_microbatches=2, recompute="full"),
+    replace(REPLICAS, pp=2, zero_stage=2, schedule="1f1b", axis_order="tp-pp-dp"),
+    replace(
+        REPLICAS,
+        pp=2,
+        schedule="interleaved",
+        num_chunks=2,
+        num_microbatches=4,
+        axis_order="tp-pp-dp",
+        offload="optimizer",
+    ),
+    replace(
+        REPLICAS,
+        dp=2,
+        dp_replicate=1,
+        tp=2,
+        pp=2,
+        zero_stage=1,
+        layout="random",
+        schedule="interleaved",
+        num_chunks=2,
+        num_microbatches=2,
+    ),
 )
 
 
@@ -162,6 +198,6 @@ def test_gradients_of_parameters_lie_apart(is_owned: bool, size: int) -> None:
 
 
 def test_drawn_plans_equal_the_single_device() -> None:
-    chosen = (*FOUND, *draw_all(DRAWS, seed=1))
+    chosen = (*FOUND, *COMBINED, *draw_all(DRAWS, seed=1))
     problems = run_draws(chosen)
     assert {str(chosen[i]): found for i, found in problems.items()} == {}

@@ -2,21 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-import autoplan
 from autoplan import layout_numerics, sharded_ops
+from autoplan.cluster import Cluster
 from autoplan.dry_run_result import LayoutNumerics
+from autoplan.graph import ShardOption
 from autoplan.layout_numerics import check_layout_numerics
+from autoplan.optimizing import find_plan
 from autoplan.plan import Plan
+from autoplan.planner import Planner, make_planner
+from autoplan.profiles.device import DeviceProfile
+from autoplan.profiles.link import LinkProfile
+from autoplan.program import BlockGraph, Op
 from autoplan.sharding import shard_options
 from examples.gpt import GPT, GPTConfig, batch_like, loss_fn
-from tests.layouts import megatron_axes, random_axes
+from tests.layouts import megatron_axes, prefer_axes, random_axes
 from tests.models import blocks_of
 from tests.numerics import program_of
+
+
+def every_rank_adds(self: Any, x: Any, weight: Any, bias: Any = None) -> Any:
+    """Run `RowLinear` wrongly: the bias is added once per rank."""
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def block_of(name: str) -> BlockGraph:
+    return blocks_of(name)["block0"]
+
+
+def row_axis(options: Sequence[ShardOption]) -> str:
+    return next(o.axis for o in options if o.output == "P" and o.is_split)
+
+
+def is_row_linear(op: Op, options: Sequence[ShardOption]) -> bool:
+    is_biased = op.target_name == "aten.linear.default" and len(op.args) > 2
+    return is_biased and any(o.output == "P" and o.is_split for o in options)
+
+
+def outputs_of(plan: Plan, planner: Planner, name: str) -> set[str]:
+    """Return the placements in which an op's result leaves it, over all layouts of its block."""
+    block = next(b for b in planner.trace(1).blocks if not b.is_glue)
+    op = next(op for op in block.ops if op.name == name)
+    layouts = [one for one in plan.placements.values() if one.block == block.name]
+    axes = [layout.axes.get(name, "whole") for layout in layouts]
+    return {option.output for option in op.options if option.axis in axes}
+
+
+def arithmetic(num_devices: int) -> Cluster:
+    """Return devices on which little but arithmetic takes time."""
+    link = LinkProfile.from_numbers(
+        name="fast", level="intra", latency_s=1e-9, bytes_per_s=1e12, source="made for this test"
+    )
+    device = DeviceProfile.from_datasheet(
+        name="arithmetic",
+        memory_bytes=2**34,
+        peak_flops_per_s={"float32": 1e12},
+        memory_bandwidth_bytes_per_s=1e16,
+        source="made for this test",
+        launch_overhead_s=1e-12,
+        intra=link,
+    )
+    return Cluster.from_device(device, gpus_per_node=num_devices)
 
 
 @pytest.mark.parametrize("name", ["llama_one_kv_head", "gpt2", "gpt_plain_attention"])
@@ -24,68 +75,94 @@ def test_random_layouts_compute_what_the_block_does(name: str) -> None:
     for graph in blocks_of(name).values():
         options = shard_options(graph)
         for seed in range(3):
-            error, reason, is_wrong = check_layout_numerics(
-                graph, random_axes(graph, options, 2, seed), 2
-            )
-            assert not is_wrong, (graph.name, seed, reason)
-            assert error is not None
-            assert error < 1e-12, reason
+            found = check_layout_numerics(graph, random_axes(graph, options, 2, seed), 2)
+            assert not found.is_wrong, (graph.name, seed, found.reason)
+            assert found.error is not None
+            assert found.error < 1e-12, found.reason
 
 
 def test_dropout_is_off_while_a_layout_is_checked() -> None:
     graph = next(g for g in program_of("gpt_dropout").graphs if not g.is_glue)
-    error, reason, _ = check_layout_numerics(graph, megatron_axes(graph, shard_options(graph)), 2)
-    assert error is not None
-    assert error < 1e-12, reason
+    found = check_layout_numerics(graph, megatron_axes(graph, shard_options(graph)), 2)
+    assert found.error is not None
+    assert found.error < 1e-12, found.reason
 
 
 def test_a_wrong_local_form_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = next(g for g in program_of("gpt").graphs if not g.is_glue)
-    axes = megatron_axes(graph, shard_options(graph))
-
-    def every_rank_adds(self: Any, x: Any, weight: Any, bias: Any = None) -> Any:
-        return torch.nn.functional.linear(x, weight, bias)
-
+    options = shard_options(graph)
+    axes = megatron_axes(graph, options)
     monkeypatch.setattr(sharded_ops.RowLinear, "__call__", every_rank_adds)
-    error, reason, is_wrong = check_layout_numerics(graph, axes, 2)
-    assert is_wrong
-    assert error is not None
-    assert error > 1e-3
-    assert "differs" in reason
+    found = check_layout_numerics(graph, axes, 2)
+    assert found.is_wrong
+    assert found.error is not None
+    assert found.error > 1e-3
+    assert "differs" in found.reason
+    rows = {op.name for op in graph.ops if is_row_linear(op, options[op.name])}
+    assert {op for op, _ in found.blamed} <= rows
 
 
-def test_a_layout_that_cannot_run_is_wrong_and_a_large_block_is_not_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_layout_that_cannot_run_is_wrong() -> None:
     graph = next(g for g in program_of("gpt").graphs if not g.is_glue)
-    axes = megatron_axes(graph, shard_options(graph))
-    _, reason, is_wrong = check_layout_numerics(graph, axes, 3)
-    assert is_wrong
-    assert "allowed degrees are" in reason
-    monkeypatch.setattr(layout_numerics, "_MOST_ELEMENTS", 10)
-    error, reason, is_wrong = check_layout_numerics(graph, axes, 2)
-    assert (error, is_wrong) == (None, False)
-    assert "elements" in reason
+    found = check_layout_numerics(graph, megatron_axes(graph, shard_options(graph)), 3)
+    assert found.is_wrong
+    assert "allowed degrees are" in found.reason
+    assert found.blamed
 
 
-def test_a_wrong_layout_sends_the_search_to_other_degrees(monkeypatch: pytest.MonkeyPatch) -> None:
-    def blame(plan: Plan, program: Any) -> tuple[LayoutNumerics, ...]:
-        layout = next(name for name, one in plan.placements.items() if one.axes)
-        wrong = LayoutNumerics(
-            block="block0", layout=layout, degree=2, error=1.0, reason="x differs", is_wrong=True
-        )
-        return (wrong,)
+@pytest.mark.parametrize("limits", [(0, 2**24), (0, 900)])
+def test_a_large_block_is_run_smaller_or_op_by_op(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(layout_numerics, "_MOST_AS_CAPTURED", limits[0])
+    monkeypatch.setattr(layout_numerics, "_MOST_ELEMENTS", limits[1])
+    for graph in (block_of("gpt"), block_of("gpt_repeated_keys")):
+        options = shard_options(graph)
+        axes = random_axes(graph, options, 2, seed=1)
+        found = check_layout_numerics(graph, axes, 2)
+        assert found.form == ("smaller" if limits[1] > 2**20 else "op by op")
+        assert not found.is_wrong, found.reason
+        assert found.error is not None
+        assert found.error < 1e-12
+        with monkeypatch.context() as planted:
+            planted.setattr(sharded_ops.RowLinear, "__call__", every_rank_adds)
+            rows = [op.name for op in graph.ops if is_row_linear(op, options[op.name])]
+            axes = {**prefer_axes(graph, options, 2), rows[0]: row_axis(options[rows[0]])}
+            found = check_layout_numerics(graph, axes, 2)
+        assert found.is_wrong
+        blamed = {op for op, _ in found.blamed}
+        assert blamed
+        assert blamed <= set(rows)
 
-    # Wide enough that slices are worth their collectives.
-    config = GPTConfig(vocab_size=64, num_layers=2, width=512, num_heads=4)
-    arguments: dict[str, Any] = {"loss_fn": loss_fn, "pp": 1, "within": {"dp": (1, 1)}}
-    batch = batch_like(config, 2, 64)
-    monkeypatch.setattr(layout_numerics, "check_plan_layouts", lambda plan, program: ())
-    first = autoplan.optimize(GPT(config), "2:cpu", batch, compare=False, **arguments)
-    assert first.mesh.tp == 2
-    monkeypatch.setattr(layout_numerics, "check_plan_layouts", blame)
-    with pytest.raises(autoplan.PlanError, match=r"tp=2 cannot be used: .*x differs"):
-        autoplan.optimize(GPT(config), "2:cpu", batch, compare=False, tp=2, **arguments)
-    del arguments["within"]
-    plan = autoplan.optimize(GPT(config), "2:cpu", batch, compare=False, **arguments)
-    assert (plan.mesh.dp, plan.mesh.tp) == (2, 1)
+
+@pytest.mark.parametrize(
+    ("width", "tokens", "form"), [(192, 32, "as captured"), (2048, 256, "smaller")]
+)
+def test_the_search_does_without_an_option_that_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, width: int, tokens: int, form: str
+) -> None:
+    """Of the ways to run the second product of the MLP, the fastest is made wrong."""
+    config = GPTConfig(vocab_size=64, num_layers=2, width=width, num_heads=4, max_tokens=tokens)
+    with torch.device("meta"):
+        model = GPT(config)
+    pins: dict[str, Any] = {"tp": 2, "pp": 1, "microbatch_size": 1, "recompute": "none"}
+    forms: list[str] = []
+
+    def remember(graph: BlockGraph, *arguments: Any, **options: Any) -> LayoutNumerics:
+        found = check_layout_numerics(graph, *arguments, **options)
+        forms.extend([found.form] * (not graph.is_glue))
+        return found
+
+    monkeypatch.setattr(layout_numerics, "check_layout_numerics", remember)
+    monkeypatch.setattr(layout_numerics, "_checked", {})
+    planner = make_planner(
+        model, arithmetic(2), batch_like(config, 1, tokens), loss_fn=loss_fn, pins=pins
+    )
+    row = "v21_linear"
+    monkeypatch.setattr(sharded_ops.RowLinear, "__call__", every_rank_adds)
+    plan = find_plan(planner, compare=False)
+    assert outputs_of(plan, planner, row).isdisjoint({"P"})
+    assert any(note.startswith("block0 is not sliced in ") and row in note for note in plan.notes)
+    assert plan.mesh.tp == 2
+    assert any(layout.axes for layout in plan.placements.values())
+    assert set(forms) == {form}

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from autoplan.cluster import Cluster
 from autoplan.estimating import estimate
 from autoplan.meshes import AXIS_ORDERS, ranks_of_stage, stage_of_rank, stride_of
+from autoplan.optimizers import Optimizer
 from autoplan.plan import Mesh, Plan
 from autoplan.profiles import load_profile
 from autoplan.profiles.tables import CollectiveTable
-from autoplan.settings import NO_LIMITS, Optimizer, Setting, Workload, settings_of
+from autoplan.settings import NO_LIMITS, Setting, Workload, settings_of
 from autoplan.stage_costs import GroupBytes
 from autoplan.step_costs import data_parallel_times
 from autoplan.tracer import trace

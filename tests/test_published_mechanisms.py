@@ -14,9 +14,10 @@ from autoplan.inner_recompute import attention_core, folded
 from autoplan.liveness import block_memory
 from autoplan.local import localize
 from autoplan.nodes import NODES
+from autoplan.optimizers import Optimizer
 from autoplan.plan import Recompute
 from autoplan.resident import static_bytes
-from autoplan.settings import Optimizer, Setting
+from autoplan.settings import Setting
 from autoplan.stage_costs import GroupBytes
 from autoplan.step_costs import INTERFERENCE, exposed_s, pipeline_step_s
 from autoplan.tensor_layout import megatron_axes

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.published_rows import Skipped, configurations, measured_bytes, measured_time_s
+from benchmarks.published_models import Adapter
+from benchmarks.published_rows import (
+    Skipped,
+    configurations,
+    gpus_of,
+    measured_bytes,
+    measured_time_s,
+)
 from benchmarks.published_runs import main, stages_of_first_node
 
 ROW = {
@@ -65,12 +72,39 @@ def test_what_a_row_leaves_open_is_priced_under_each_plausible_value() -> None:
         ({"gpu": "TPU"}, "no profile for GPU TPU"),
         ({"dp": "8"}, "dp 8 \\* tp 2 \\* pp 1 is not 4 GPUs"),
         ({"recompute": "sometimes"}, "recompute 'sometimes' is not priced"),
-        ({"notes": "LoRA rank 8"}, "low-rank"),
+        ({"model": "GPT QLoRA"}, "quantized weights are not priced"),
+        ({"notes": "optimizer offload Y, param offload N"}, "offload of a part"),
+        ({"notes": "full cpu offload"}, "offload without ZeRO-3"),
+        ({"optimizer": "Muon"}, "optimizer muon is not priced"),
     ],
 )
 def test_a_row_that_cannot_be_priced_says_why(change: dict[str, str], reason: str) -> None:
     with pytest.raises(Skipped, match=reason):
         configurations({**ROW, **change})
+
+
+def test_adapters_offload_and_narrow_states_are_read() -> None:
+    row = {**ROW, "framework": "litgpt", "tp": "1", "dp": "4", "optimizer": "paged_adamw_8bit"}
+    (found,) = configurations({**row, "model": "Llama LoRA", "ffn": "256", "notes": "rank 16"})
+    assert found.shape.adapter == Adapter(rank=16, dropout=True)
+    assert (found.options["optimizer"], found.options["mixed_precision"]) == (
+        "PagedAdamW8bit",
+        "none",
+    )
+    row = {**ROW, "framework": "HF+DeepSpeed", "tp": "1", "dp": "4", "zero_stage": "3"}
+    (found,) = configurations({**row, "sharding": "ZeRO-3 cpuoffload_all"})
+    assert (found.options["engine"], found.options["offload"]) == ("deepspeed", "optimizer")
+
+
+def test_a_gpu_of_no_stated_memory_is_each_that_holds_what_was_measured() -> None:
+    assert gpus_of({"gpu": "A100", "peak_mem_gib": "20"}) == ("A100-40", "A100-80")
+    assert gpus_of({"gpu": "A100 (size not stated)", "peak_mem_gib": "60"}) == ("A100-80",)
+    with pytest.raises(Skipped, match="no profile for GPU A100"):
+        gpus_of({"gpu": "A100", "peak_mem_gib": "90"})
+
+
+def test_the_time_of_another_batch_or_length_is_not_compared() -> None:
+    assert measured_time_s({**ROW, "notes": "time is per micro-batch iteration"}) is None
 
 
 def test_times_and_bytes_are_read_in_their_units() -> None:

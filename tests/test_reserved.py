@@ -171,7 +171,7 @@ def test_loss_keeps_what_its_implementation_keeps(
     logits = SHAPE.seq * SHAPE.vocab
     none = Recompute(mode="none")
     memory = block_memory(with_loss(local, kind), none)
-    assert logits_bytes(local) == 2 * logits
+    assert logits_bytes(local) == 4 * logits
     assert memory.kept == pytest.approx(kept * logits, rel=0.15)
     # Forward holds logits and float32 probabilities; torch's own copies to float32 first.
     forward = {"torch": 8, "in_place": 6, "compiled": 2}[kind]

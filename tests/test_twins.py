@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import unittest.mock
+from dataclasses import replace
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -9,9 +12,12 @@ from autoplan.capturer import capture
 from autoplan.dry_run_result import TwinRun
 from autoplan.models import LoadedModel
 from autoplan.plan import Mesh, Plan, Recompute
-from autoplan.twins import compare_step, shrink, twin_degrees, twin_plan
+from autoplan.program import Program
+from autoplan.twin_steps import Step, captured_twin, compare_step, within_own_error
+from autoplan.twins import shrink, twin_degrees, twin_dtypes, twin_plan
 from tests.distributed import run_workers
 from tests.layouts import megatron
+from tests.numerics import build, global_batch, program_of
 from tests.plans import hand_plan
 
 
@@ -50,6 +56,61 @@ def test_the_twin_of_a_large_plan_equals_one_device() -> None:
     for found in run_workers(_run, 2, made, twin):
         assert found.is_equal, found
         assert found.loss_error < 1e-6
+
+
+def _run_all(rank: int, runs: list[tuple[Plan, LoadedModel, Program]]) -> list[TwinRun]:
+    """Run twins whose programs are there: eight processes would capture each again."""
+    found = []
+    for plan, twin, program in runs:
+        with (
+            unittest.mock.patch("autoplan.emitter.capture", return_value=program),
+            unittest.mock.patch("autoplan.twin_steps.capture", return_value=program),
+        ):
+            found.append(compare_step(plan, twin))
+    return found
+
+
+def test_twins_have_the_replicas_the_stages_a_rank_and_the_precision_of_the_plan() -> None:
+    model, loss = build("gpt_tied")
+    loaded = LoadedModel(model=model, batch=global_batch(2), loss_fn=loss, name="gpt")
+    program = program_of("gpt_tied")
+    plan = hand_plan(
+        program, "GPT", dp=8, dp_replicate=4, pp=2, num_chunks=2, zero_stage=3,
+        schedule="interleaved", num_microbatches=4, recompute=Recompute(mode="full"),
+        mixed_precision="bfloat16",
+    )  # fmt: skip
+    (mesh,) = twin_degrees(plan.mesh)
+    assert mesh == Mesh(dp=4, tp=1, pp=2, dp_replicate=2)
+    runs = []
+    for dtype in twin_dtypes(plan):
+        twin = shrink(loaded, dtype)
+        is_exact = dtype == torch.float64
+        small = captured_twin(twin)
+        made = twin_plan(plan, program, small, mesh, is_exact=is_exact)
+        assert (made.schedule, made.num_chunks, made.zero_stage) == ("interleaved", 2, 3)
+        runs.append((made, twin, small))
+    assert [made.mixed_precision for made, *_ in runs] == ["none", "bfloat16"]
+    exact, rounded = run_workers(_run_all, mesh.world_size, runs)[0]
+    assert exact.is_equal, exact
+    assert exact.tolerance == 1e-9
+    assert rounded.is_equal, rounded
+    assert 1e-4 < rounded.gradient_error < rounded.tolerance < 0.5
+
+
+def test_a_twin_is_interleaved_only_where_no_rank_reads_a_parameter_twice() -> None:
+    program = program_of("gpt_tied")
+    plan = hand_plan(program, "GPT", pp=2, num_chunks=2, schedule="interleaved", num_microbatches=4)
+    tied = replace(program, aliases=dict.fromkeys(program.aliases, "tokens.weight"))
+    made = twin_plan(plan, program, tied, Mesh(dp=1, tp=1, pp=2))
+    assert (made.schedule, len(made.stages)) == ("1f1b", 2)
+
+
+def test_a_gradient_is_wrong_beyond_what_rounding_does_to_one_device() -> None:
+    true, alone = ({"w": torch.tensor([1.0, x])} for x in (2.0, 2.01))
+    for value, is_right in ((2.03, True), (1.98, True), (4.0, False), (1.0, False)):
+        got = Step(loss=1.0, gradients={"w": torch.tensor([1.0, value])})
+        found = within_own_error("", got, Step(1.0, alone), Step(1.0, true))
+        assert found.is_equal == is_right, found
 
 
 def test_meshes_of_twins_split_what_the_plan_splits_on_four_processes() -> None:

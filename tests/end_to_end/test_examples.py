@@ -48,7 +48,7 @@ def test_run_prints_losses_and_peaks(tmp_path: Path) -> None:
 def test_the_elephant_ends_as_predicted() -> None:
     script = str(ROOT / "examples" / "ex2_elephant.py")
     done = subprocess.run(
-        [sys.executable, script],
+        [sys.executable, script, "--steps", "4"],
         capture_output=True,
         text=True,
         timeout=580,

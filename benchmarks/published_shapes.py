@@ -1,0 +1,144 @@
+"""The model that a row of published measurements trained, and which family of kernels ran it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from benchmarks.published_engines import Skipped
+from benchmarks.published_models import Adapter, Shape
+
+__all__ = ["family_of", "need", "number", "padded", "shape_of"]
+
+# Words that a framework's text may hold, and the family of kernels that it runs.
+_MEGATRON = ("megatron", "gpt-neox", "libai")
+_FOUNDRY = ("llm-foundry",)
+_LLAMA = ("llama", "qwen", "mistral", "mixtral", "internlm", "deepseek", "vicuna", "yi-")
+# Smaller models of these families share the embedding with the head.
+_TIED = r"llama-3\.2|qwen2\.5-(0\.5|1\.5|3)b|qwen3-(0\.6|1\.7|4)b"
+# What frameworks adapt unless told otherwise: litgpt `finetune/lora.py`; peft, `LoraConfig` for
+# Llama; torchtune, `recipes/configs/llama3_1/8B_lora_single_device.yaml`.
+_ADAPTERS = {
+    "litgpt": Adapter(rank=8, dropout=True),
+    "torchtune": Adapter(rank=8, targets=("query", "value", "out", "up", "gate", "down")),
+}
+
+
+def number(row: Mapping[str, str], key: str) -> int | None:
+    """Return a whole number of a row, or None where it gives none."""
+    text = (row.get(key) or "").strip()
+    return round(float(text)) if text else None
+
+
+def need(row: Mapping[str, str], key: str) -> int:
+    """Return a whole number of a row.
+
+    Raises:
+        Skipped: it gives none.
+    """
+    value = number(row, key)
+    if value is None:
+        raise Skipped(f"{key} is not given")
+    return value
+
+
+def family_of(row: Mapping[str, str]) -> str:
+    """Return the family of kernels that a row's framework runs."""
+    text = row.get("framework", "").lower()
+    if any(word in text for word in _MEGATRON):
+        return "megatron"
+    return "foundry" if any(word in text for word in _FOUNDRY) else "torch"
+
+
+def shape_of(row: Mapping[str, str]) -> Shape:
+    """Return the model that a row trained.
+
+    Raises:
+        Skipped: a dimension is missing.
+    """
+    family = family_of(row)
+    args = row.get("args") or ""
+    notes = (row.get("notes") or "").lower()
+    hidden, heads = need(row, "hidden"), need(row, "heads")
+    is_llama = any(word in row.get("model", "").lower() for word in _LLAMA)
+    is_gated = is_llama or row.get("swiglu") == "true" or " swiglu" in args
+    is_rotary = is_llama or "position-embedding-type=rope" in args
+    attention = (row.get("attention") or "").lower()
+    is_unfused = "unfused" in attention or attention == "local"
+    if not attention and family == "megatron" and re.search(r"202[01]", row.get("framework", "")):
+        is_unfused = True
+    has_dropout = family == "megatron" and not is_llama and "dropout 0" not in notes
+    has_dropout = has_dropout and "hidden-dropout=0.0" not in args
+    default_ffn = hidden * 4 if not is_gated else None
+    ffn = number(row, "ffn") or default_ffn
+    if ffn is None:
+        raise Skipped("ffn is not given")
+    is_tied = not is_llama or re.search(_TIED, row.get("model", "").lower()) is not None
+    if row.get("untied"):
+        is_tied = row["untied"] != "true"
+    return Shape(
+        layers=need(row, "layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=number(row, "kv_heads") or heads,
+        ffn=ffn,
+        vocab=_vocabulary(row),
+        seq=_length(row),
+        norm="rms" if is_llama or "normalization=RMSNorm" in args else "layer",
+        position="rotary" if is_rotary else "learned",
+        activation=("swiglu" if is_gated else "squared_relu" if "squared-relu" in args else "gelu"),
+        is_tied=is_tied,
+        has_bias=not is_llama and "disable-bias-linear" not in args,
+        dropout=has_dropout,
+        attention="unfused" if is_unfused else "flash",
+        # A100 rows of llm-foundry, which may be fitted to: time grows with the whole matrix.
+        skips_masked=family != "foundry",
+        kernels=family,  # type: ignore[arg-type]
+        adapter=_adapter(row),
+    )
+
+
+def _length(row: Mapping[str, str]) -> int:
+    """Return the tokens of a sample, as the row gives them or says which default it ran with."""
+    default = re.search(r"\bseq = .*?default (\d+)", row.get("notes") or "")
+    if number(row, "seq") is None and default:
+        return int(default.group(1))
+    return need(row, "seq")
+
+
+def _adapter(row: Mapping[str, str]) -> Adapter | None:
+    """Return the adapters that a row names: their rank as it says, else that of its framework."""
+    text = f"{row.get('model')} {row.get('notes')} {row.get('args')}".lower()
+    if not re.search(r"\blora\b", text):
+        return None
+    rank = re.search(r"\brank[ =](\d+)", text) or re.search(r"\blora_r[ =](\d+)", text)
+    framework = (row.get("framework") or "").lower()
+    own = next((kind for word, kind in _ADAPTERS.items() if word in framework), Adapter(rank=8))
+    return own if rank is None else replace(own, rank=int(rank.group(1)))
+
+
+_TOKENIZERS = {
+    "nemotron_2_256k": 256000,
+    "Llama2Tokenizer": 32000,
+    "GPT2BPETokenizer": 50257,
+}
+
+
+def _vocabulary(row: Mapping[str, str]) -> int:
+    known = number(row, "vocab")
+    if known:
+        return known
+    for word, size in _TOKENIZERS.items():
+        if word in (row.get("args") or ""):
+            return size
+    raise Skipped("vocab is not given")
+
+
+def padded(vocab: int, row: Mapping[str, str], tp: int) -> int:
+    """Return the vocabulary, with Megatron-LM padded to a multiple of 128 * tp."""
+    if family_of(row) != "megatron":
+        return vocab
+    found = re.search(r"make-vocab-size-divisible-by=(\d+)", row.get("args") or "")
+    step = (int(found.group(1)) if found else 128) * tp
+    return -(-vocab // step) * step
