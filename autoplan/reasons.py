@@ -53,7 +53,11 @@ class Question:
         if model is None:
             return None
         changed = replace(
-            self.planner, model=model, pins={**self.planner.pins, **settings}, ops_bounds={}
+            self.planner,
+            model=model,
+            pins={**self.planner.pins, **settings},
+            ops_bounds={},
+            posed={},
         )
         if changed.pins.get("recompute") != self.planner.pins.get("recompute"):
             changed.forget_prices()

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from autoplan.search.columns import KnownStages
 from autoplan.search.counting import solve_by_counting
 from autoplan.search.evaluate import cut_positions, pipeline_objective, stage_costs
 from autoplan.search.exhaustive import best_pipeline
-from autoplan.search.pipeline import solve_pipeline
+from autoplan.search.pipeline import relaxed_bound, solve_pipeline
 from autoplan.search.problem import (
     SLOWNESS_UNIT,
     BlockOption,
@@ -117,6 +118,25 @@ def test_the_counting_programme_equals_exhaustive_search(problem: PipelineProble
     expected = best_pipeline(problem)
     assert got.status == ("infeasible" if expected is None else "optimal")
     assert got.objective == (expected or 0)
+
+
+@few
+@given(problem=pipeline_problems())
+def test_relaxation_is_never_above_the_optimum(problem: PipelineProblem) -> None:
+    bound, got = relaxed_bound(problem), solve(problem)
+    if bound is None:
+        assert got.status == "infeasible"
+    elif got.options:
+        assert bound <= got.objective
+
+
+@few
+@given(problem=pipeline_problems(), less=st.integers(1, 40))
+def test_stages_solved_before_change_no_answer(problem: PipelineProblem, less: int) -> None:
+    known: KnownStages = {}
+    tight = replace(problem, capacity=tuple(max(0, room - less) for room in problem.capacity))
+    for one in (problem, tight, problem):
+        assert solve_pipeline(one, time_limit_s=30, known=known) == solve(one)
 
 
 @few
