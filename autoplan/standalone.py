@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoplan.batch_splitter import BatchSplitter
 from autoplan.calls import BoundCall, install
 from autoplan.device_meshes import axis_of, make_device_mesh, sharding_mesh
 from autoplan.entries import Entry, leaving
@@ -24,7 +25,7 @@ from autoplan.meshes import AxisOrder, ranks_of_stage
 from autoplan.microbatches import PipelinePart, pipeline_runner
 from autoplan.program import TensorMeta
 from autoplan.recompute import KeepPlan
-from autoplan.runtime import BatchSplitter, ParallelModule, Tie
+from autoplan.runtime import ParallelModule, Tie
 from autoplan.sharders import shard
 from autoplan.stage_parts import StagePart
 from autoplan.stages import RootContents, StageRoot, build_root, find_state

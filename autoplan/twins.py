@@ -29,10 +29,10 @@ import torch.distributed as dist
 from torch import nn
 
 from autoplan import codec
+from autoplan.alike_programs import alike_axes
 from autoplan.dry_run_result import TwinRun
 from autoplan.emitter import captured_for
 from autoplan.errors import AutoplanError
-from autoplan.evaluation import alike_axes
 from autoplan.launcher import launch
 from autoplan.models import LoadedModel, load_model
 from autoplan.op_facts import is_random

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from autoplan.alike_programs import alike_axes, assign_calls
 from autoplan.capturer import capture, capture_outputs
 from autoplan.emitter import parallelize
 from autoplan.errors import EmitError
-from autoplan.evaluation import alike_axes, assign_calls
 from autoplan.plan import Plan
 from autoplan.sharding import check_axes, shard_options
 from autoplan.stages import slice_program

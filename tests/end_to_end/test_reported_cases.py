@@ -12,7 +12,11 @@ import torch
 
 import autoplan
 from autoplan.batches import reduce_loss, split_batch
+from autoplan.capturer import capture
+from autoplan.cluster import Cluster
+from autoplan.errors import InfeasibleError
 from autoplan.plan import Plan
+from autoplan.stages import crossing_metas, slice_program
 from tests import reported_models as reported
 from tests.distributed import run_workers
 from tests.numerics import compare
@@ -106,16 +110,23 @@ CASES = (
 
 
 def _run(rank: int, index: int) -> tuple[float, float, dict[str, torch.Tensor], dict[str, Any]]:
-    """Return loss, gradient norm, gradients and the state after a clipped step of SGD."""
+    """Return loss, gradient norm, gradients and the state after a clipped step of SGD.
+
+    The state of the model with dropout is joined by its loss in eval mode, before the step.
+    """
     case, plan = CASES[index], plan_of(index)
     model, batch = make(case.model), case.model.batch()
     module = plan.parallelize(model, batch, case.model.loss, device="cpu")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    extra = {}
+    if case.model is reported.Dropouts:
+        extra["eval loss"] = module.eval().eval_step(module.shard_batch(batch))
+        module.train()
     loss = float(module.train_step(module.shard_batch(batch)))
     gradients = module.full_gradients()
     norm = float(module.clip_grad_norm_((case.norm or 2e9) / 2))
     optimizer.step()
-    return loss, norm, gradients, module.full_state()
+    return loss, norm, gradients, module.full_state() | extra
 
 
 def _run_all(rank: int, indices: list[int]) -> list[Any]:
@@ -185,6 +196,114 @@ def test_gradients_and_a_clipped_step_are_those_of_one_device() -> None:
 def test_a_tied_weight_gets_both_shares_of_its_gradient() -> None:
     _, _, gradients, _ = results()[0]
     assert float(gradients["tok.weight"].norm()) == pytest.approx(1.69540274, rel=TOLERANCE)
+
+
+def test_a_tied_model_has_the_known_loss_after_a_step() -> None:
+    model, batch = make(reported.TiedLM), reported.TiedLM.batch()
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, gradient in results()[0][2].items():
+            named[name] -= 0.5 * gradient
+        args, kwargs, target = split_batch(model, batch, reported.TiedLM.loss)
+        loss = float(reduce_loss(model(*args, **kwargs), reported.TiedLM.loss, target))
+    assert loss == pytest.approx(3.86586452, rel=TOLERANCE)
+
+
+def test_biases_beside_a_fused_projection_get_their_gradients_once() -> None:
+    (index,) = (i for i in NUMBERS if CASES[i].model is reported.FusedAttention)
+    gradients = results()[index][2]
+    named = {"layers.0.attn.qkv.bias": 0.375612825, "layers.1.down.bias": 0.600400627}
+    for name, norm in named.items():
+        assert float(gradients[name].norm()) == pytest.approx(norm, rel=TOLERANCE)
+
+
+def test_dropout_is_off_in_evaluation() -> None:
+    for index in (i for i, case in enumerate(CASES) if case.model is reported.Dropouts):
+        loss = results()[index][3]["eval loss"] * CASES[index].options.get("dp", 1)
+        assert float(loss) == pytest.approx(21.7821407, rel=TOLERANCE), name_of(index)
+
+
+TRAINED = {
+    reported.TiedLM: 79_824,
+    reported.GroupedLlama: 86_336,
+    reported.FusedAttention: 17_088,
+    reported.SmallResNet: 2_653,
+    reported.MaskedLM: 11_840,
+    reported.SmallUNet: 6_569,
+    reported.Adapters: 73_728,
+    reported.Repeated: 9_571,
+    reported.Ragged: 1_303,
+    reported.Experts: 6_357,
+}
+
+
+def test_every_trained_parameter_has_one_gradient() -> None:
+    for index in NUMBERS:
+        found = sum(gradient.numel() for gradient in results()[index][2].values())
+        assert found == TRAINED[CASES[index].model], name_of(index)
+
+
+def test_the_auxiliary_loss_of_both_layers_is_that_of_the_experts_chosen() -> None:
+    model = make(reported.Experts)
+    x, _ = reported.Experts.batch()
+    with torch.no_grad():
+        first = model.layers[0]
+        assert float(model(x)[1]) == pytest.approx(4.08174372, rel=TOLERANCE)
+        assert float(first(x)[1]) == pytest.approx(2.06820011, rel=TOLERANCE)
+        chosen = first.router(x).softmax(-1).topk(2, -1).indices
+    assert torch.bincount(chosen.flatten()).tolist() == [11, 7, 14, 16]
+
+
+@functools.cache
+def unet_bytes() -> dict[str, int]:
+    """Return the bytes of a row that cross each border between modules of the U-Net."""
+    program = capture(
+        make(reported.SmallUNet),
+        reported.SmallUNet.batch(),
+        reported.SmallUNet.loss,
+        microbatch_size=1,
+    )
+    found = {}
+    for index, call in enumerate(program.calls[:-1]):
+        if call.fqn:
+            cuts = [range(index + 1), range(index + 1, len(program.calls))]
+            first, _ = slice_program(program, [list(cut) for cut in cuts])
+            found[call.fqn] = sum(
+                meta.nbytes for meta in crossing_metas(program, first.outputs, None)
+            )
+    return found
+
+
+def test_every_tensor_that_crosses_a_border_counts() -> None:
+    by_hand = {"up2": 40_960, "up1": 16_384, "down1": 32_768, "down2": 49_152, "mid": 53_248}
+    pooled = {"down1": 40_960, "down2": 53_248}  # with the pooling before the border too
+    found = unet_bytes()
+    assert found.keys() == by_hand.keys()
+    assert all(found[name] in (nbytes, pooled.get(name)) for name, nbytes in by_hand.items()), found
+
+
+@pytest.mark.parametrize(("devices", "mib"), [(1, 32), (2, 14)])
+def test_adapters_fit_where_only_they_have_gradients_and_moments(devices: int, mib: int) -> None:
+    plan = limited_adapters(devices, mib)
+    assert max(plan.predicted.peak_memory_bytes) <= mib * 2**20
+
+
+def test_a_frozen_base_of_which_every_device_has_all_does_not_fit() -> None:
+    with pytest.raises(InfeasibleError, match="the largest part is parameters"):
+        limited_adapters(2, 14, dp=2, zero_stage=0)
+
+
+def limited_adapters(devices: int, mib: int, **pins: Any) -> Plan:
+    """Return the fastest plan of the adapters, their batch in one piece a device."""
+    return autoplan.optimize(
+        make(reported.Adapters),
+        Cluster.parse(f"1x{devices}:cpu").with_memory(f"{mib}MiB", reserve_bytes=0),
+        reported.Adapters.batch(),
+        loss_fn=reported.Adapters.loss,
+        num_microbatches=1,
+        compare=False,
+        **pins,
+    )
 
 
 def test_a_repeated_block_gets_the_gradient_of_all_its_uses() -> None:

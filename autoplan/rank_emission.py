@@ -1,0 +1,335 @@
+"""This rank's part of a captured model under a plan: its stages, wrapped, sharded and scheduled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoplan import compat
+from autoplan.batch_splitter import BatchSplitter
+from autoplan.calls import BoundCall, bind_call, install
+from autoplan.device_meshes import axis_of, sharding_mesh
+from autoplan.entries import Entry, leaving
+from autoplan.evaluation import Evaluator, RankEvaluator
+from autoplan.executor import compile_graph
+from autoplan.meshes import ranks_of_stage
+from autoplan.microbatches import PipelinePart, pipeline_runner
+from autoplan.plan import Plan
+from autoplan.program import Program
+from autoplan.runtime import ParallelModule, Tie
+from autoplan.sharders import Sharder, Unsharded, shard
+from autoplan.stage_check import check_stages
+from autoplan.stage_parts import StagePart
+from autoplan.stages import (
+    StageRoot,
+    StageSlice,
+    build_root,
+    crossing_metas,
+    find_state,
+    root_contents,
+    side_function,
+    slice_program,
+    stage_function,
+)
+from autoplan.step_buffers import StepBuffers, changed_states
+from autoplan.step_means import StepMeans, find_denominators
+from autoplan.tensor_parallel import lower_calls, whole_calls
+from autoplan.written_inputs import with_own_inputs
+
+__all__ = ["RankEmission"]
+
+
+@dataclass(slots=True)
+class RankEmission:
+    """What the steps of one `parallelize` share."""
+
+    plan: Plan
+    program: Program
+    model: nn.Module
+    device: torch.device
+    mesh: DeviceMesh | None
+    timeout_s: float
+    skeleton: nn.Module | None = None
+    loss_fn: Callable[..., torch.Tensor] | None = None
+    compiler: str | None = None
+
+    def build(self) -> ParallelModule:
+        """Return the module: stage, tensor parallelism, recompute, ZeRO, pipeline in turn."""
+        plan, program = self.plan, self.program
+        cuts = [[block.call for block in stage.blocks] for stage in plan.stages]
+        stages = slice_program(program, cuts)
+        parameters = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
+        check_stages(plan, program, stages, parameters)
+        own = stages[self._rank("pp") :: plan.mesh.pp]
+        wanted = sorted({i for stage in own for i in self._leaves(stage)})
+        parts, sources = [], {}
+        for stage in own:
+            part, sources[stage.index] = self._part(stage, wanted)
+            parts.append(part)
+        holder: list[ParallelModule] = []
+        run_step = self._runner(len(stages), own, parts, holder)
+        module = ParallelModule(
+            plan=plan,
+            parts=parts,
+            mesh=self.mesh,
+            splitter=self._splitter(wanted),
+            ties=self._ties(stages),
+            aliases=program.aliases,
+            run_step=run_step,
+            sources=self._sources(stages, sources),
+            computes_loss=own[-1].index == len(stages) - 1,
+            evaluator=self._evaluator(stages, own, parts),
+        )
+        holder.append(module)
+        return module
+
+    def _part(self, stage: StageSlice, wanted: Sequence[int]) -> tuple[StagePart, str]:
+        """Return a stage of this rank, and the text of what it runs."""
+        program = self.program
+        root = build_root(self.model, root_contents(self.model, program, stage), self.device)
+        group = axis_of(self.mesh, "dp").get_group() if self.mesh is not None else None
+        means = self._means(stage, root, group)
+        calls = self._bind_calls(stage, root, means)
+        buffers = StepBuffers.of(root, changed_states(program, stage), group)
+        source = self._set_function(stage, root, calls, buffers)
+        part = StagePart(
+            root=root,
+            sharder=self._shard(stage, root),
+            buffers=buffers,
+            means=means,
+            wanted=tuple(wanted.index(i) for i in self._leaves(stage)),
+        )
+        return part, source
+
+    def _leaves(self, stage: StageSlice) -> list[int]:
+        """Return the positions of the batch leaves that a stage reads."""
+        return [self.program.inputs.index(name) for name in stage.batch_inputs]
+
+    def _evaluator(
+        self,
+        stages: Sequence[StageSlice],
+        own: Sequence[StageSlice],
+        parts: Sequence[StagePart],
+    ) -> RankEvaluator | None:
+        if self.skeleton is None:
+            return None
+        return RankEvaluator(
+            [
+                Evaluator(
+                    plan=self.plan,
+                    program=self.program,
+                    stages=stages,
+                    index=stage.index,
+                    skeleton=self.skeleton,
+                    loss_fn=self.loss_fn,
+                    root=part.root,
+                    mesh=self.mesh,
+                    device=self.device,
+                )
+                for stage, part in zip(own, parts, strict=True)
+            ]
+        )
+
+    def _rank(self, name: str) -> int:
+        return axis_of(self.mesh, name).get_local_rank() if self.mesh is not None else 0
+
+    @property
+    def _is_mixed(self) -> bool:
+        return self.plan.mixed_precision == "bfloat16"
+
+    def _bind_calls(
+        self, stage: StageSlice, root: StageRoot, means: StepMeans
+    ) -> dict[int, BoundCall]:
+        """Return the stage's calls bound to its modules; block forwards are replaced."""
+        plan, program = self.plan, self.program
+        if plan.mesh.tp > 1:
+            assert self.mesh is not None, "tensor parallelism has a mesh"
+            local = lower_calls(plan, program, stage, root, self.mesh)
+        else:
+            local = whole_calls(program, stage)
+        calls = {}
+        for block in plan.stages[stage.index].blocks:
+            call = program.calls[block.call]
+            recompute = plan.recompute[block.recompute]
+            calls[block.call] = bind_call(
+                with_own_inputs(plan, means.bind(program, block.call, local[block.call].graph)),
+                call.states,
+                root,
+                mode=recompute.mode,
+                keep=recompute.keep,
+                localise=local[block.call].localise,
+                device=self.device,
+                autocast=program.autocast,
+                compiler=self.compiler if call.fqn else None,
+            )
+            if call.fqn:
+                install(root.get_submodule(call.fqn), block.call, calls[block.call])
+        return calls
+
+    def _means(
+        self, stage: StageSlice, root: StageRoot, group: dist.ProcessGroup | None
+    ) -> StepMeans:
+        """Return the means over the step that losses of this stage are."""
+        program = self.program
+        found = find_denominators(program, stage.calls)
+        compiled = side_function(program, stage, [one.value for one in found], self.device)
+        side = self._side_values(stage, root)
+
+        def read(batch: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            values: Sequence[torch.Tensor] = compiled.function(side(), *batch)
+            return values
+
+        return StepMeans(found, read, group)
+
+    def _side_values(
+        self, stage: StageSlice, root: StageRoot
+    ) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """Return what reads the buffers and constants of a stage's side ops."""
+        buffers = [find_state(root, fqn) for fqn in stage.side_states.values()]
+        constants = [self.program.constants[name].to(self.device) for name in stage.constants]
+        return lambda: (*(holder[key] for holder, key in buffers), *constants)
+
+    def _set_function(
+        self,
+        stage: StageSlice,
+        root: StageRoot,
+        calls: dict[int, BoundCall],
+        changed: StepBuffers,
+    ) -> str:
+        """Give the root what it runs; returns its text with the text of the graphs it calls."""
+        program, count = self.program, self.plan.num_microbatches
+        compiled = stage_function(program, stage, self.device)
+        side = self._side_values(stage, root)
+        modules = {i: root.get_submodule(c.fqn) for i in calls if (c := program.calls[i]).fqn}
+        computes_loss = program.loss in stage.outputs
+        slices = self.plan.slices
+        metas = crossing_metas(program, stage.outputs, self._compute_dtype, slices=slices)
+        is_split = self.plan.schedule == "zero_bubble"
+
+        def call(index: int, *inputs: Any) -> Any:
+            module = modules.get(index)
+            return calls[index](*inputs) if module is None else module(index, *inputs)
+
+        def run(
+            activations: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]
+        ) -> tuple[torch.Tensor, ...]:
+            entered = [Entry.apply(x) for x in activations]  # type: ignore[no-untyped-call]
+            changed.enter()
+            outputs = compiled.function(call, side(), *entered, *batch)
+            changed.leave()
+            if computes_loss:
+                return (outputs[0].reshape(1) / count,)
+            pairs = zip(outputs, metas, strict=True)
+            return tuple(leaving(x.to(meta.dtype), is_split) for x, meta in pairs)
+
+        root.set_function(run)
+        texts = dict.fromkeys(calls[i].source for i in stage.calls)
+        return "\n".join([*texts, compiled.source])
+
+    @property
+    def _compute_dtype(self) -> torch.dtype | None:
+        return torch.bfloat16 if self._is_mixed else None
+
+    def _shard(self, stage: StageSlice, root: StageRoot) -> Sharder:
+        fqns = [self.program.calls[i].fqn for i in stage.calls if self.program.calls[i].fqn]
+        if self.mesh is None:
+            return Unsharded()
+        return shard(
+            root,
+            [root.get_submodule(fqn) for fqn in fqns],
+            zero_stage=self.plan.zero_stage,
+            mesh=sharding_mesh(self.mesh, self.plan.mesh.dp_replicate),
+            is_mixed=self._is_mixed,
+            is_pipeline=self.plan.mesh.pp > 1,
+            offload=self.plan.offload,
+        )
+
+    def _runner(
+        self,
+        num_stages: int,
+        stages: Sequence[StageSlice],
+        parts: Sequence[StagePart],
+        holder: list[ParallelModule],
+    ) -> Callable[[int], list[torch.Tensor]]:
+        """Return what runs all micro-batches of a step: a loop, or a pipeline schedule."""
+        if self.plan.mesh.pp == 1:
+            return lambda count: holder[0].run_microbatches(count)
+        assert self.mesh is not None, "a pipeline has a mesh"
+        program, dtype, slices = self.program, self._compute_dtype, self.plan.slices
+        is_wrapped = self.plan.mesh.dp > 1 or self._is_mixed or self.plan.offload != "none"
+        return pipeline_runner(
+            [
+                PipelinePart(
+                    root=part.root,
+                    index=stage.index,
+                    inputs=crossing_metas(program, stage.inputs, dtype, slices=slices),
+                    outputs=crossing_metas(program, stage.outputs, dtype, slices=slices),
+                    before_backward=part.sharder.before_backward,
+                )
+                for stage, part in zip(stages, parts, strict=True)
+            ],
+            num_stages=num_stages,
+            schedule=self.plan.schedule,
+            num_microbatches=self.plan.num_microbatches,
+            is_hidden=self.plan.zero_stage >= 2 and is_wrapped,
+            device=self.device,
+            group=self.mesh.get_group("pp"),
+        )
+
+    def _splitter(self, wanted: Sequence[int]) -> BatchSplitter:
+        return BatchSplitter(
+            keys=self.program.input_keys,
+            batch_dims=self.program.batch_dims,
+            wanted=tuple(wanted),
+            rows=self.plan.microbatch_size,
+            num_microbatches=self.plan.num_microbatches,
+            dp=self.plan.mesh.dp,
+            dp_rank=self._rank("dp"),
+            device=self.device,
+        )
+
+    def _ties(self, stages: Sequence[StageSlice]) -> tuple[Tie, ...]:
+        """Return the parameters of this rank that other ranks of the pipeline have too.
+
+        Makes the groups of all ranks.
+        """
+        pp = self.plan.mesh.pp
+        owners: dict[str, set[int]] = {}
+        trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
+        parameters = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
+        for part in stages:
+            for index in part.calls:
+                for fqn in set(self.program.calls[index].states) & parameters:
+                    owners.setdefault(self.program.aliases[fqn], set()).add(part.index % pp)
+        ties = []
+        own = self._rank("pp")
+        ranks = [ranks_of_stage(rank, self.plan.mesh) for rank in range(pp)]
+        for first, on in sorted(owners.items()):
+            if len(on) < 2 or first not in trained:
+                continue
+            for peers in zip(*(ranks[p] for p in sorted(on)), strict=True):
+                group = dist.new_group(list(peers))
+                if dist.get_rank() in peers:
+                    assert isinstance(group, dist.ProcessGroup), "this rank is in the group"
+                    compat.set_timeout(group, self.timeout_s)
+                    ties.append(Tie(fqn=first, group=group, is_counted=own == min(on)))
+        return tuple(ties)
+
+    def _sources(self, stages: Sequence[StageSlice], own: Mapping[int, str]) -> list[str]:
+        """Return the text of every stage; of other stages as captured, not as lowered."""
+        texts = []
+        for stage in stages:
+            if stage.index in own:
+                texts.append(own[stage.index])
+                continue
+            numbers = dict.fromkeys(self.program.calls[i].graph for i in stage.calls)
+            parts = [compile_graph(self.program.graphs[n], self.device).source for n in numbers]
+            parts.append(stage_function(self.program, stage, self.device).source)
+            texts.append("\n".join(parts))
+        return texts
