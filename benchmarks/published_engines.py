@@ -33,7 +33,7 @@ def engine_of(
     """
     dtype = (row.get("dtype") or "").lower()
     is_deepspeed = "deepspeed" in row.get("framework", "").lower()
-    if family == "megatron" and not (is_deepspeed and zero_stage > 1):
+    if family == "megatron":
         if zero_stage > 1:
             raise Skipped(f"ZeRO-{zero_stage} of {row.get('framework')} is not priced")
         return _megatron_engine(row, dtype)

@@ -183,12 +183,6 @@ class _Attention(nn.Module):
         return fused.rotate(value.float()).to(value.dtype)
 
     def _mixed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        groups, ratio = self.shape.kv_heads, self.shape.heads // self.shape.kv_heads
-        if self.shape.kernels == "torch" and ratio > 1:
-            # Llama's own code, torchtitan, torchtune and HF repeat them, and autograd keeps that.
-            key = key.repeat_interleave(ratio, dim=1)
-            value = value.repeat_interleave(ratio, dim=1)
-            groups = self.shape.heads
         if self.shape.attention == "flash":
             return F.scaled_dot_product_attention(
                 query,
@@ -196,7 +190,7 @@ class _Attention(nn.Module):
                 value,
                 dropout_p=0.1 if self.shape.dropout else 0.0,
                 is_causal=self.shape.skips_masked,
-                enable_gqa=groups != self.shape.heads,
+                enable_gqa=self.shape.kv_heads != self.shape.heads,
             )
         scores = torch.matmul(query, key.transpose(-1, -2))
         probs = fused.masked_softmax(scores)

@@ -268,8 +268,7 @@ def _choices(
     if not row.get("recompute") or is_share:
         open_fields["recompute"] = ("none", "full")
     if not row.get("zero_stage") and degrees["dp"] > 1:
-        keys = ("sharding", "framework", "notes")
-        text = " ".join((row.get(key) or "").lower() for key in keys)
+        text = " ".join((row.get(key) or "").lower() for key in ("sharding", "framework"))
         sharded = "fsdp" in text or "torchtune" in text
         open_fields["zero_stage"] = (3,) if sharded else (0, 1)
     if not row.get("sequence_parallel") and degrees["tp"] > 1:
