@@ -329,13 +329,16 @@ def _pipeline(
     grain, once_grain = _grains(runs, setting)
     fixed, boundary = [], []
     v = setting.virtual_stages
-    slowest_cut_s = _slowest_cut_s(setting, pricer, is_sliced) if setting.pp > 1 else 0.0
+    cuts = range(1, num_calls) if setting.pp > 1 else ()
+    cuts_s = [pricer.boundary_s(setting, cut, is_sliced=is_sliced) for cut in cuts]
     for stage in range(setting.pp):
-        neighbours = 2 * v - (stage == 0) - (stage == setting.pp - 1)
         transfer = crossing * v * _transfer_copies(setting, stage, live[stage])
         nbytes = side * v * live[stage] + batch_bytes(pricer.trace, setting) + transfer
         fixed.append(-(-nbytes // unit))
-        seconds = neighbours * slowest_cut_s + 2 * v * pricer.action_s(setting)
+        seconds = 2 * v * pricer.action_s(setting)
+        if v > 1:  # where a rank's stages are cut is only known once they are dealt
+            neighbours = 2 * v - (stage == 0) - (stage == setting.pp - 1)
+            seconds += neighbours * max(cuts_s)
         boundary.append(-int(-seconds // TICK_S))
     return PipelineProblem(
         runs=runs,
@@ -347,6 +350,7 @@ def _pipeline(
         slowness=_slowness(planner, setting, pricer),
         fixed=tuple(fixed),
         boundary=tuple(boundary),
+        crossing=tuple(-int(-s // TICK_S) for s in cuts_s) if v == 1 else (),
         grain=grain,
         once_grain=once_grain,
         cut_allowed=_cuts(planner, setting, pricer.trace),
@@ -391,11 +395,6 @@ def _cuts(planner: Planner, setting: Setting, trace: Trace) -> tuple[bool, ...]:
     if setting.virtual_stages > 1:
         return rank_cuts(trace, setting.pp, setting.virtual_stages)
     return ()
-
-
-def _slowest_cut_s(setting: Setting, pricer: Pricer, is_sliced: bool) -> float:
-    cuts = range(1, len(pricer.trace.calls))
-    return max((pricer.boundary_s(setting, cut, is_sliced=is_sliced) for cut in cuts), default=0.0)
 
 
 def _transfer_copies(setting: Setting, stage: int, live: int) -> int:

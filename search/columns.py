@@ -41,7 +41,7 @@ class Column:
     """A solution, with its `counts` per run and option, or a region, which has none.
 
     Attributes:
-        time: ticks without the boundary; of a region a lower bound.
+        time: ticks without the borders; of a region a lower bound.
         least_once: ticks; of a solution its own.
         most_once: ticks; of a solution its own.
     """
@@ -56,7 +56,7 @@ class StageTable:
     """The costs of all intervals as all stages, sharpened where a cut needs them.
 
     Attributes:
-        time: [stage, start, end] lower bounds in ticks, boundary included; UNREACHABLE where the
+        time: [stage, start, end] lower bounds in ticks, borders included; UNREACHABLE where the
             cuts or the memory forbid the stage, and where columns have taken its place.
         once: [start, end] least ticks per step.
         num_solved: calls of CP-SAT and of what spares it.
@@ -91,7 +91,7 @@ class StageTable:
         rows = [
             (
                 *place,
-                self.problem.on_stage(column.time, place[0]) + self.problem.boundary[place[0]],
+                self.problem.on_stage(column.time, place[0]) + self.problem.border(*place),
                 column.least_once,
             )
             for key, places in self._places.items()
@@ -164,7 +164,7 @@ class StageTable:
 
     def _replace_by_region(self, key: StageKey, place: tuple[int, int, int]) -> None:
         """Give a stage its first column, wherever blocks of these counts may lie."""
-        stage, start, end = place
+        _, start, end = place
         counts = key[2]
         places = [
             (same, first, first + end - start)
@@ -175,7 +175,7 @@ class StageTable:
         ]
         self._columns[key] = [
             Column(
-                time=self._own_time(stage, int(self.time[place])),
+                time=self._own_time(place),
                 least_once=int(self.once[start, end]),
                 most_once=rounded_up(
                     sum(
@@ -190,12 +190,12 @@ class StageTable:
         for own in self._places[key]:
             self.time[own] = UNREACHABLE
 
-    def _own_time(self, stage: int, time: int) -> int:
-        """Return ticks of the options' device that take no longer than `time` does on a stage's."""
-        own = time - self.problem.boundary[stage]
+    def _own_time(self, place: tuple[int, int, int]) -> int:
+        """Return ticks of the options' device that take no longer than a stage's on its own."""
+        own = int(self.time[place]) - self.problem.border(*place)
         if not self.problem.slowness:
             return own
-        return max(0, own - 1) * SLOWNESS_UNIT // self.problem.slowness[stage]
+        return max(0, own - 1) * SLOWNESS_UNIT // self.problem.slowness[place[0]]
 
 
 def stage_runs(problem: PipelineProblem, counts: Sequence[int]) -> list[Run]:

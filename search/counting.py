@@ -13,6 +13,7 @@ options o of a run (`count[c]` blocks):
 
     minimise    sum_s t[s] + (num_microbatches - 1) slowest + once + constant       _add_objective
     with        t[s] = sum_c,o (forward + backward)[c,o] n[s,c,o] + boundary[s]
+                       + crossing[sum_c cum[s-1,c]] + crossing[sum_c cum[s,c]]          _crossings
 
     subject to  cum[s,c] >= count[c] full[s,c]                                      _add_end
                 cum[s,c+1] <= count[c+1] full[s,c]                                  _add_end
@@ -178,6 +179,7 @@ def _add_objective(built: _CountingModel, cutoff: int | None) -> None:
     slowest = model.new_int_var(0, _most(problem, "time") + problem.grain, "slowest")
     once_grains = model.new_int_var(0, -(-_most(problem, "once") // problem.once_grain), "once")
     times = []
+    crossings = _crossings(built)
     for stage, counts in enumerate(built.counts):
         pairs = [
             (option, n)
@@ -187,7 +189,8 @@ def _add_objective(built: _CountingModel, cutoff: int | None) -> None:
         ticks = sum((option.forward + option.backward) * n for option, n in pairs)
         grains = model.new_int_var(0, -(-_most(problem, "time") // problem.grain), f"t[{stage}]")
         model.add(problem.grain * grains >= ticks)
-        times.append(problem.grain * grains + problem.boundary[stage])
+        borders = problem.boundary[stage] + crossings[stage] + crossings[stage + 1]
+        times.append(problem.grain * grains + borders)
         model.add(slowest >= times[-1])
         model.add(problem.once_grain * once_grains >= sum(option.once * n for option, n in pairs))
     once = problem.once_grain * once_grains
@@ -197,12 +200,26 @@ def _add_objective(built: _CountingModel, cutoff: int | None) -> None:
     model.minimize(objective)
 
 
+def _crossings(built: _CountingModel) -> list[Any]:
+    """Return the ticks of the border before each stage, and of the one after the last."""
+    problem, model = built.problem, built.model
+    if not problem.crossing:
+        return [0] * (problem.num_stages + 1)
+    found: list[Any] = [0]
+    for stage, filled in enumerate(built.filled[:-1]):
+        position = model.new_int_var(1, problem.num_blocks - 1, f"cut[{stage}]")
+        model.add(position == sum(filled))
+        found.append(model.new_int_var(0, max(problem.crossing), f"crossing[{stage}]"))
+        model.add_element(position, [0, *problem.crossing], found[-1])
+    return [*found, 0]
+
+
 def _most(problem: PipelineProblem, which: str) -> int:
     """Return the greatest time or once that a stage can have."""
     if which == "once":
         return sum(run.count * max(o.once for o in run.options) for run in problem.runs)
     times = (run.count * max(o.forward + o.backward for o in run.options) for run in problem.runs)
-    return sum(times) + max(problem.boundary)
+    return sum(times) + max(problem.boundary) + 2 * max(problem.crossing, default=0)
 
 
 def _answer(

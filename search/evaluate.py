@@ -44,7 +44,7 @@ class StageCost:
     """What one stage of an answer costs.
 
     Attributes:
-        time: ticks per micro-batch, the stage's boundary included.
+        time: ticks per micro-batch, the stage's borders included.
         once: ticks per step.
         memory: units that the stage needs, fixed included.
     """
@@ -109,7 +109,7 @@ def stage_costs(
                 time=problem.on_stage(
                     rounded_up(sum(b.forward + b.backward for b in own), problem.grain), stage
                 )
-                + problem.boundary[stage],
+                + problem.border(stage, start, end),
                 once=rounded_up(sum(block.once for block in own), problem.once_grain),
                 memory=held
                 + max((block.working for block in own), default=0)
@@ -182,7 +182,8 @@ def verify_pipeline_problem(problem: PipelineProblem) -> None:
     tuples per stage are equally long; (4) `cut_allowed` is empty or has one entry per position;
     (5) `together` names blocks that exist; (6) `num_microbatches`, `min_blocks` and the grains are
     at least 1; (7) `anchors` is empty or has one entry per block, the same within a run; (8)
-    `slowness` is empty or has one entry per stage, none below 1.
+    `slowness` is empty or has one entry per stage, none below 1; (9) `crossing` is empty or has one
+    entry per position, none negative.
 
     Raises:
         ValueError: naming the rule's subject, what was got and what is allowed.
@@ -212,6 +213,14 @@ def verify_pipeline_problem(problem: PipelineProblem) -> None:
         raise ValueError(
             f"cut_allowed has {len(problem.cut_allowed)} entries for {problem.num_blocks} blocks: "
             f"give it {problem.num_blocks - 1}, or none to allow every cut"
+        )
+    if (
+        len(problem.crossing) not in (0, problem.num_blocks - 1)
+        or min(problem.crossing, default=0) < 0
+    ):
+        raise ValueError(
+            f"crossing is {problem.crossing}: give it one number of at least 0 per position, "
+            f"{problem.num_blocks - 1} of them, or none"
         )
     if problem.anchors and len(problem.anchors) != problem.num_blocks:
         raise ValueError(

@@ -4,6 +4,7 @@ The programme, over stage ends e[s] and the options of the blocks between them:
 
     minimise    sum_s t[s] + (num_microbatches - 1) max_s t[s] + max_s once[s] + constant
     with        t[s] = boundary[s] + sum (forward + backward) of the blocks of stage s
+                       + crossing of the cuts before and after it
     subject to  the memory of every stage, the allowed cuts, `together`, `min_blocks`, `anchors`
 
 Within a stage only the least time matters once the cuts are known, so the programme falls apart:
@@ -181,6 +182,7 @@ def _interval_bounds(problem: PipelineProblem) -> NDArray[np.int64]:
         anchors = np.concatenate([[0], np.cumsum(problem.anchors)])
         long_enough &= anchors[None, :] > anchors[:, None]
     known: dict[tuple[int, int], NDArray[np.int64]] = {}
+    crossing = np.array([0, *problem.crossing, 0] if problem.crossing else [0] * size)
     stages = []
     for stage, live in enumerate(problem.live):
         room = problem.capacity[stage] - problem.fixed[stage]
@@ -195,7 +197,8 @@ def _interval_bounds(problem: PipelineProblem) -> NDArray[np.int64]:
         if problem.slowness:
             slowed = -(-own * problem.slowness[stage] // SLOWNESS_UNIT)
             own = np.where(own < UNREACHABLE, slowed, UNREACHABLE)
-        bounds = np.minimum(own + problem.boundary[stage], UNREACHABLE)
+        borders = problem.boundary[stage] + crossing[:, None] + crossing[None, :]
+        bounds = np.minimum(own + borders, UNREACHABLE)
         stages.append(np.where(allowed, bounds, UNREACHABLE))
     return np.stack(stages)
 

@@ -125,7 +125,7 @@ class PipelineProblem:
 
     minimise   sum_s t[s] + (num_microbatches - 1) * max_s t[s] + max_s once[s] + constant
     where      t[s] = slowness[s] * (forward + backward of the stage's blocks, rounded up to
-                      `grain`) + boundary[s]
+                      `grain`) + boundary[s] + the crossing of each of its cuts
                once[s] = that of the stage's blocks, rounded up to `once_grain`
     subject to static + live[s] * kept + max working + fixed[s] <= capacity[s]   for every stage s
 
@@ -135,7 +135,9 @@ class PipelineProblem:
         live: micro-batches alive at once per stage (1F1B: min(m, pp - s)).
         capacity: memory units per stage.
         fixed: memory units each stage needs besides its blocks (reserve, communication buffers).
-        boundary: ticks per micro-batch that each stage spends to send and receive.
+        boundary: ticks per micro-batch that each stage spends to send and receive, anywhere.
+        crossing: for every position between two consecutive blocks the ticks per micro-batch that a
+            cut there costs both of its stages besides; empty: none.
         constant: ticks added to the objective.
         cut_allowed: for every position between two consecutive blocks (`num_blocks - 1` of them),
             whether a stage may end there; empty allows all.
@@ -163,6 +165,12 @@ class PipelineProblem:
     once_grain: int = 1
     anchors: tuple[bool, ...] = ()
     slowness: tuple[int, ...] = ()
+    crossing: tuple[int, ...] = ()
+
+    def border(self, stage: int, start: int, end: int) -> int:
+        """Return the ticks that blocks start..end-1 as a stage spend to send and receive."""
+        cuts = (cut for cut in (start, end) if 0 < cut <= len(self.crossing))
+        return self.boundary[stage] + sum(self.crossing[cut - 1] for cut in cuts)
 
     def on_stage(self, time: int, stage: int) -> int:
         """Return the ticks of a stage's blocks on its own device, rounded up."""

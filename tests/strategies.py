@@ -132,6 +132,7 @@ def pipeline_problems(draw: st.DrawFn, *, max_blocks: int = 6) -> PipelineProble
     cuts = st.lists(
         st.sampled_from((True, True, False)), min_size=num_blocks - 1, max_size=num_blocks - 1
     )
+    crossings = st.lists(st.integers(0, 9), min_size=num_blocks - 1, max_size=num_blocks - 1)
     group = st.lists(st.integers(0, num_blocks - 1), max_size=2).map(tuple)
     anchored = draw(st.lists(st.booleans(), min_size=len(runs), max_size=len(runs)))
     anchors = tuple(x for run, x in zip(runs, anchored, strict=True) for _ in range(run.count))
@@ -142,6 +143,7 @@ def pipeline_problems(draw: st.DrawFn, *, max_blocks: int = 6) -> PipelineProble
         capacity=per_stage(25, 160),
         fixed=per_stage(0, 6),
         boundary=per_stage(0, 5),
+        crossing=draw(st.one_of(st.just(()), crossings.map(tuple))),
         constant=draw(st.integers(0, 20)),
         cut_allowed=draw(st.one_of(st.just(()), cuts.map(tuple))),
         together=draw(st.one_of(st.just(()), st.tuples(group))),

@@ -167,6 +167,7 @@ def test_scaling_all_times_scales_the_pipeline(problem: PipelineProblem, factor:
             for run in problem.runs
         ),
         boundary=tuple(time * factor for time in problem.boundary),
+        crossing=tuple(time * factor for time in problem.crossing),
         constant=problem.constant * factor,
         grain=problem.grain * factor,
         once_grain=problem.once_grain * factor,
@@ -271,6 +272,7 @@ def test_distinct_blocks_on_four_stages_are_proven() -> None:
     [
         ({"num_microbatches": 0}, "num_microbatches"),
         ({"boundary": (0,)}, "lengths"),
+        ({"crossing": (0, 0, 0, 0, 0, 0, 0, 0)}, "crossing"),
         ({"cut_allowed": (True,)}, "cut_allowed"),
         ({"together": ((0, 9),)}, "together"),
         ({"min_blocks": 0}, "min_blocks"),

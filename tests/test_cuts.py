@@ -1,4 +1,4 @@
-"""Pipelines are cut by time: a head worth four layers gets its own stage where that is best."""
+"""Pipelines are cut by time: of the blocks, or of the values that cross, where the link is slow."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ from autoplan.planner import make_planner
 from autoplan.profiles.device import DeviceProfile
 from autoplan.profiles.link import LinkProfile
 from tests.models_for_tests import LinearChain
+from tests.reported_models import SmallUNet
 
 WIDTH, LAYERS, ROWS = 128, 8, 64
 
 
-def counted_in_flops(num_devices: int) -> Cluster:
-    """Return devices on which nothing but arithmetic takes time."""
+def devices(num_devices: int, flops_per_s: float, link_bytes_per_s: float) -> Cluster:
+    """Return devices on which nothing but arithmetic and messages takes time."""
     link = LinkProfile.from_numbers(
-        name="free", level="intra", latency_s=0.0, bytes_per_s=1e16, source="made for this test"
+        name="link",
+        level="intra",
+        latency_s=0.0,
+        bytes_per_s=link_bytes_per_s,
+        source="made for this test",
     )
     device = DeviceProfile.from_datasheet(
         name="arithmetic",
         memory_bytes=2**30,
-        peak_flops_per_s={"float32": 1e12},
+        peak_flops_per_s={"float32": flops_per_s},
         memory_bandwidth_bytes_per_s=1e16,
         source="made for this test",
         launch_overhead_s=1e-15,
@@ -42,7 +47,7 @@ def test_a_head_worth_four_layers_is_cut_where_the_stages_balance(
     """A layer takes 6 units, the first 4 (its input has no gradient), the head 24."""
     planner = make_planner(
         LinearChain(WIDTH, LAYERS),
-        counted_in_flops(pp),
+        devices(pp, 1e12, 1e16),
         torch.randn(8 * ROWS, WIDTH),
         loss_fn=lambda out: (out - 1).square().mean(),
         pins={"pp": pp, "num_microbatches": 8},
@@ -56,3 +61,23 @@ def test_a_head_worth_four_layers_is_cut_where_the_stages_balance(
     assert (plan.search.status, plan.search.gap) == ("optimal", 0.0)
     shares = [seconds / max(plan.predicted.stage_time_s) for seconds in plan.predicted.stage_time_s]
     assert shares == pytest.approx([n / max(units) for n in units], rel=1e-3)
+
+
+def test_over_a_slow_link_the_cut_is_where_the_fewest_bytes_cross() -> None:
+    """After `up1` 16 KiB of a row cross; after `mid`, where the main path is narrowest, 52 KiB."""
+    planner = make_planner(
+        SmallUNet(),
+        devices(2, 1e15, 1e5),
+        SmallUNet.batch(),
+        loss_fn=SmallUNet.loss,
+        pins={"pp": 2, "num_microbatches": 4},
+    )
+    plan = find_plan(planner)
+    calls = planner.trace(plan.microbatch_size).calls
+    assert [fqn for b in plan.stages[1].blocks for fqn in calls[b.call].states] == [
+        "out.weight",
+        "out.bias",
+    ]
+    assert (plan.search.status, plan.search.gap) == ("optimal", 0.0)
+    message_s = 16_384 / 1e5  # four there, and back at the same time but for the first
+    assert plan.predicted.step_time_s == pytest.approx(5 * message_s, rel=1e-3)
