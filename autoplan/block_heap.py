@@ -45,16 +45,15 @@ class Gradients:
         self.held: dict[str, list[int]] = {}
         self.users: dict[int, int] = {}
         self.count = 0
+        self._coming: list[tuple[str, int, int]] = []
 
-    def receive(self, name: str, nbytes: int, transient: int = 0) -> None:
-        """Make a new gradient of a value, or add one to what it has."""
+    def receive(self, name: str, nbytes: int) -> None:
+        """Make a gradient of a value; `add_up` adds it to the one that the value may have."""
+        number = self._make(nbytes)
         if self.held.get(name):
-            self._add_up(name, nbytes, transient)
-            return
-        self.count += 1
-        self.heap.add(f"grad:{self.count}", nbytes)
-        self.held[name] = [self.count]
-        self.users[self.count] = 1
+            self._coming.append((name, number, nbytes))
+        else:
+            self.held[name] = [number]
 
     def pass_on(self, name: str, coming: list[int]) -> None:
         """Let a value use gradients that exist."""
@@ -71,17 +70,24 @@ class Gradients:
             self.users[number] += 1
         self.held[name] = [*self.held.get(name, []), *coming]
 
-    def _add_up(self, name: str, nbytes: int, transient: int) -> None:
-        own = self.held[name]
-        if len(own) == 1 and self.users[own[0]] == 1:
-            self.heap.transient(nbytes + transient)
-            return
+    def add_up(self) -> None:
+        """Add what came to what was there, as autograd does when the op's backward has ended.
+
+        It adds in place to a gradient that one value has alone, and makes a new one otherwise.
+        """
+        for name, number, nbytes in self._coming:
+            own = self.held[name]
+            if len(own) > 1 or self.users[own[0]] > 1:
+                self.held[name] = [self._make(nbytes)]
+                self.release(own)
+            self.release([number])
+        self._coming.clear()
+
+    def _make(self, nbytes: int) -> int:
         self.count += 1
         self.heap.add(f"grad:{self.count}", nbytes)
-        self.heap.transient(transient)
         self.users[self.count] = 1
-        self.held[name] = [self.count]
-        self.release(own)
+        return self.count
 
     def take(self, name: str) -> list[int]:
         """Return and forget the gradients of a value."""

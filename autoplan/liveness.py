@@ -314,7 +314,7 @@ def _backward(
                 gradients.pass_on(name, coming)
             else:
                 nbytes = sizes.get(name, 0) or local.value_bytes.get(name, 0)
-                gradients.receive(name, nbytes, op.backward_temp_bytes)
+                gradients.receive(name, nbytes)
         for name, nbytes in op.parameter_grads:
             if f"pgrad:{name}" not in heap.live:
                 made += nbytes
@@ -326,6 +326,7 @@ def _backward(
             for name, _ in op.parameter_grads:
                 heap.drop(f"pgrad:{name}")
         gradients.release(coming)
+        gradients.add_up()
         heap.drop(f"{op.name}:internal")
         for owner in op.saved:
             uses[owner] -= 1
