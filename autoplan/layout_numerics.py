@@ -66,7 +66,7 @@ def check_layout_numerics(
     """Return how a layout of a block compares with the whole block.
 
     It is run in a forked process: a process that has run a backward cannot fork workers any more,
-    and this one may want to.
+    and this one may want to. In one that has run a backward it is run here.
 
     Args:
         graph: as captured.
@@ -83,20 +83,29 @@ def check_layout_numerics(
     try:
         if not ours.poll(_TIMEOUT_S):
             return check.not_run(f"no result after {_TIMEOUT_S:g} s")
-        answer: LayoutNumerics = ours.recv()
+        answer: LayoutNumerics | None = ours.recv()
     except EOFError:
         return check.not_run("its process died")
     finally:
         process.kill()
         process.join()
         ours.close()
-    return answer
+    return check.run() if answer is None else answer
 
 
 def _serve(pipe: Connection, check: _Check) -> None:
+    """Send what a check finds, or None if no backward can be run in a fork of its parent."""
     torch.set_num_threads(1)
-    pipe.send(check.run())
+    pipe.send(check.run() if _runs_backward() else None)
     os._exit(0)
+
+
+def _runs_backward() -> bool:
+    try:
+        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    except RuntimeError:  # autograd had threads before the fork
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from autoplan.profiles.link import LinkProfile
 from autoplan.program import BlockGraph, Op
 from autoplan.sharding import shard_options
 from examples.gpt import GPT, GPTConfig, batch_like, loss_fn
+from tests.distributed import run_workers
 from tests.layouts import megatron_axes, prefer_axes, random_axes
 from tests.models import blocks_of
 from tests.numerics import program_of
@@ -100,6 +101,22 @@ def test_a_wrong_local_form_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "differs" in found.reason
     rows = {op.name for op in graph.ops if is_row_linear(op, options[op.name])}
     assert {op for op, _ in found.blamed} <= rows
+
+
+def found_after_a_backward(rank: int, graph: BlockGraph, axes: dict[str, str]) -> tuple[bool, str]:
+    torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    right = check_layout_numerics(graph, axes, 2)
+    sharded_ops.RowLinear.__call__ = every_rank_adds  # type: ignore[method-assign]
+    wrong = check_layout_numerics(graph, axes, 2)
+    return right.error is not None and not right.is_wrong, wrong.reason * wrong.is_wrong
+
+
+def test_layouts_are_checked_after_the_user_ran_a_backward_too() -> None:
+    graph = block_of("gpt")
+    axes = megatron_axes(graph, shard_options(graph))
+    ((is_right, reason),) = run_workers(found_after_a_backward, 1, graph, axes)
+    assert is_right
+    assert "differs" in reason
 
 
 def test_a_layout_that_cannot_run_is_wrong() -> None:
