@@ -269,7 +269,7 @@ def _choices(
         open_fields["recompute"] = ("none", "full")
     if not row.get("zero_stage") and degrees["dp"] > 1:
         text = " ".join((row.get(key) or "").lower() for key in ("sharding", "framework"))
-        sharded = "fsdp" in text or "torchtune" in text
+        sharded = any(word in text for word in ("fsdp", "torchtune", "litgpt"))
         open_fields["zero_stage"] = (3,) if sharded else (0, 1)
     if not row.get("sequence_parallel") and degrees["tp"] > 1:
         open_fields["sequence_parallel"] = (False, True)
