@@ -308,7 +308,7 @@ def _percent(value: float | None) -> str:
 def _print(by_source: Mapping[str, Sequence[Outcome]]) -> None:
     head = (
         "source", "used", "skipped", "open", "time", "mean", "worst", "bias", "rank",
-        "memory", "mean", "worst", "under", "bias", "fit/OOM right", "wrong",
+        "memory", "mean", "worst", "under", "bias", "fit/OOM right", "open", "wrong",
     )  # fmt: skip
     rows = [head]
     for source, outcomes in by_source.items():
@@ -322,7 +322,8 @@ def _print(by_source: Mapping[str, Sequence[Outcome]]) -> None:
                 _percent(s["time_bias"]), "" if rank is None else f"{rank:.3f}",
                 str(s["memory_rows"]), _percent(s["memory_mape"]).lstrip("+"),
                 _percent(s["memory_worst"]), _percent(s["memory_worst_under"]),
-                _percent(s["memory_bias"]), str(s["oom_right"]), str(s["oom_wrong"]),
+                _percent(s["memory_bias"]), str(s["oom_right"]), str(s["oom_open"]),
+                str(s["oom_wrong"]),
             )
         )  # fmt: skip
     print(table(rows))
