@@ -196,9 +196,13 @@ def test_ctrl_c_stops_a_running_solver_at_once() -> None:
                 common.append(both)
             model.add(sum(common) <= 1)
     model.minimize(-sum(cell for row in cells for cell in row))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
     timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
     started = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        run_solver(model, [], time_limit_s=60)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_solver(model, [], time_limit_s=60)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert time.monotonic() - started < 10
