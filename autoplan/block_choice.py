@@ -20,10 +20,10 @@ from autoplan.redistribution import transition
 from autoplan.search.problem import ChoiceOption, ChoiceProblem, ChoiceSolution, Consumer, Link
 from autoplan.tensor_layout import boundary_of, leaving_placement
 from autoplan.times import OpTime, Timer
+from autoplan.units import to_ticks
 
 __all__ = ["ChoiceModel", "Decision", "legal_options", "may_keep"]
 
-_TICK_S = 1e-9
 _STATIC_FACTOR = 4  # parameter, gradient and two moments; steers the choice only
 _MAX_UNITS = 2**22
 _KEPT_PARTIAL = "P!"
@@ -238,7 +238,9 @@ class ChoiceModel:
             seconds, nbytes = self._op_cost(op, option, pick.keep, time, is_redone)
             found.append(
                 ChoiceOption(
-                    produces=states[pick.produces], time=_ticks(seconds), memory=self._units(nbytes)
+                    produces=states[pick.produces],
+                    time=to_ticks(seconds),
+                    memory=self._units(nbytes),
                 )
             )
         return tuple(found)
@@ -306,7 +308,7 @@ class ChoiceModel:
                 forward *= 2
         elif name in self.read_for_backward and (moved[0] == "all_gather" or made == "P" != read):
             memory = local
-        return _ticks(forward + backward), self._units(memory)
+        return to_ticks(forward + backward), self._units(memory)
 
     def _needs_grad(self, name: str) -> bool:
         if name in self.ops:
@@ -347,10 +349,6 @@ def may_keep(op: OpTrace, option: ShardOption) -> bool:
     """
     is_many = op.kind != "gemm" and option.is_split and option.output in ("P", "R")
     return op.may_mark and op.mark_bytes > 0 and not is_many
-
-
-def _ticks(seconds: float) -> int:
-    return -int(-seconds // _TICK_S)
 
 
 def _read_for_backward(block: BlockTrace) -> set[str]:

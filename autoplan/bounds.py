@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from autoplan.costs import TICK_S
 from autoplan.frontiers import fastest_ops_s
 from autoplan.graph import ParameterTrace, Placement, Trace
 from autoplan.layout_check import fsdp_can_slice
@@ -13,7 +12,7 @@ from autoplan.schedules import enough_rounds, in_flight
 from autoplan.search.mesh import Refinement
 from autoplan.search_options import alike, block_option, least_option
 from autoplan.settings import Setting
-from autoplan.units import format_bytes
+from autoplan.units import TICK_S, format_bytes
 
 if TYPE_CHECKING:
     from autoplan.planner import Planner

@@ -25,9 +25,7 @@ from autoplan.step_costs import (
 from autoplan.tensor_layout import boundary_of
 from autoplan.times import Tally, Timer
 
-__all__ = ["TICK_S", "Pricer"]
-
-TICK_S = 1e-9
+__all__ = ["Pricer"]
 
 
 @dataclass(slots=True)

@@ -21,13 +21,13 @@ from autoplan.search.frontier import (
     whole_frontier,
 )
 from autoplan.times import Timer
+from autoplan.units import TICK_S
 
 __all__ = ["Decision", "Frontiers", "block_decisions", "fastest_ops_s", "plain_decision"]
 
 _POINTS = 12
 _TOLERANCE = 0.005
 _TIME_LIMIT_S = 5.0
-_TICK_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class Frontiers:
             sum(cost is not None for row in link.transitions for cost in row)
             for link in problem.links
         )
-        return max(0.0, (fastest.bound - rounded) * _TICK_S)
+        return max(0.0, (fastest.bound - rounded) * TICK_S)
 
 
 def _lean_limit(fastest: int, leanest: int) -> int:

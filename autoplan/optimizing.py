@@ -14,7 +14,6 @@ from torch import nn
 from autoplan.bounds import layout_reason
 from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
-from autoplan.costs import TICK_S
 from autoplan.dry_run_result import LayoutNumerics
 from autoplan.errors import AutoplanError, InfeasibleError, SearchLimitError
 from autoplan.limits import constraint_texts, make_limits
@@ -26,7 +25,7 @@ from autoplan.search.mesh import MeshResult, Progress
 from autoplan.settings import check_pins
 from autoplan.simple import Strategy, simple_strategies
 from autoplan.tracer import recent_program
-from autoplan.units import format_seconds
+from autoplan.units import TICK_S, format_seconds
 
 __all__ = ["find_plan", "on_rank_zero", "optimize"]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoplan.costs import TICK_S, Pricer
+from autoplan.costs import Pricer
 from autoplan.frontiers import Decision
 from autoplan.resident import static_bytes, uses_fsdp
 from autoplan.search.problem import BlockOption
 from autoplan.settings import Setting
 from autoplan.stage_bytes import stage_block
+from autoplan.units import to_ticks
 
 __all__ = ["alike", "block_option", "least_option"]
 
@@ -24,7 +25,7 @@ def block_option(
     chain runs its backward first, so what it keeps counts as working memory only.
     """
     is_last = call == len(pricer.trace.calls) - 1
-    shared = pricer.shared_before(call) if setting.pp == 1 else frozenset()
+    shared = _shared(pricer, call, setting)
     trace_call = pricer.trace.calls[call]
     if setting.schedule == "interleaved":  # a block costs the same in any stage of a rank
         setting = replace(setting, schedule="1f1b", virtual_stages=1)
@@ -73,9 +74,9 @@ def _make_option(
         kept, grads = max(kept, grads), 0
     unit = pricer.memory_unit
     return BlockOption(
-        forward=_ticks(price.forward_s),
-        backward=_ticks(price.backward_s),
-        once=_ticks(price.once_s),
+        forward=to_ticks(price.forward_s),
+        backward=to_ticks(price.backward_s),
+        once=to_ticks(price.once_s),
         kept=-(-kept // unit),
         static=-(-(resident + grads) // unit),
         working=-(-working // unit),
@@ -89,14 +90,14 @@ def least_option(
 
     Nothing of it needs a walk of what the decisions keep, so it is cheap.
     """
-    shared = pricer.shared_before(call) if setting.pp == 1 else frozenset()
+    shared = _shared(pricer, call, setting)
     time, once, static = [], [], []
     for decision in decisions:
         price = pricer.price(call, decision, setting)
         group = pricer.group(call, decision, setting, set(shared))
         held = static_bytes(group, setting, pricer.workload.optimizer)
-        time.append(_ticks(price.forward_s) + _ticks(price.backward_s))
-        once.append(_ticks(price.once_s))
+        time.append(to_ticks(price.forward_s) + to_ticks(price.backward_s))
+        once.append(to_ticks(price.once_s))
         static.append(held.parameters + held.optimizer)
     return BlockOption(
         forward=min(time),
@@ -109,14 +110,18 @@ def least_option(
 
 
 def alike(pricer: Pricer, setting: Setting) -> list[list[int]]:
-    """Return the calls of each kind that `option` tells apart."""
+    """Return the calls of each kind that `block_option` tells apart."""
     kinds: dict[tuple[object, ...], list[int]] = {}
     for call, trace_call in enumerate(pricer.trace.calls):
-        shared = pricer.shared_before(call) if setting.pp == 1 else frozenset()
         is_last = call == len(pricer.trace.calls) - 1
-        kinds.setdefault((trace_call.block, is_last, shared), []).append(call)
+        kind = (trace_call.block, is_last, _shared(pricer, call, setting))
+        kinds.setdefault(kind, []).append(call)
     return list(kinds.values())
 
 
-def _ticks(seconds: float) -> int:
-    return -int(-seconds // TICK_S)
+def _shared(pricer: Pricer, call: int, setting: Setting) -> frozenset[str]:
+    """Return the parameters of a call that calls before it on its stage have, where that is known.
+
+    With several stages the cuts decide.
+    """
+    return pricer.shared_before(call) if setting.pp == 1 else frozenset()

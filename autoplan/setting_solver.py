@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autoplan.cluster import Cluster
-from autoplan.costs import TICK_S, Pricer
+from autoplan.costs import Pricer
 from autoplan.frontiers import Decision
 from autoplan.graph import Trace
 from autoplan.interleaving import dealt, even_rank_ends, rank_cuts
@@ -28,6 +28,7 @@ from autoplan.search_options import alike, block_option
 from autoplan.settings import Setting
 from autoplan.stage_bytes import batch_bytes, side_bytes
 from autoplan.stage_ends import even_stage_ends, holders
+from autoplan.units import to_ticks
 
 if TYPE_CHECKING:
     from autoplan.planner import Planner
@@ -188,7 +189,7 @@ def _as_dealt(
     Where they are so uneven that this is longer than the ranks' shares allow, the setting is not in
     the space, unless its number of stages is the user's.
     """
-    objective = max(solution.objective, -int(-step_time_s // TICK_S))
+    objective = max(solution.objective, to_ticks(step_time_s))
     is_even = objective <= solution.objective * (1 + _UNEVEN)
     is_wanted = is_even or "virtual_stages" in planner.pins
     if not is_wanted or (cutoff is not None and objective >= cutoff):
@@ -339,7 +340,7 @@ def _pipeline(
         if v > 1:  # where a rank's stages are cut is only known once they are dealt
             neighbours = 2 * v - (stage == 0) - (stage == setting.pp - 1)
             seconds += neighbours * max(cuts_s)
-        boundary.append(-int(-seconds // TICK_S))
+        boundary.append(to_ticks(seconds))
     return PipelineProblem(
         runs=runs,
         num_microbatches=setting.num_microbatches * v,
@@ -350,7 +351,7 @@ def _pipeline(
         slowness=_slowness(planner, setting, pricer),
         fixed=tuple(fixed),
         boundary=tuple(boundary),
-        crossing=tuple(-int(-s // TICK_S) for s in cuts_s) if v == 1 else (),
+        crossing=tuple(map(to_ticks, cuts_s)) if v == 1 else (),
         grain=grain,
         once_grain=once_grain,
         cut_allowed=_cuts(planner, setting, pricer.trace),

@@ -1,4 +1,7 @@
-"""Text forms of bytes and seconds. Inside the library everything is SI: bytes and seconds."""
+"""Forms of bytes and seconds: as text, and as ticks, the whole numbers of the solver.
+
+Inside the library everything else is SI: bytes and seconds.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,17 @@ __all__ = [
     "GIB",
     "KIB",
     "MIB",
+    "TICK_S",
     "format_bytes",
     "format_bytes_up",
     "format_seconds",
     "parse_bytes",
     "parse_seconds",
+    "to_ticks",
 ]
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+TICK_S = 1e-9
 
 _UNITS = {
     "": 1, "b": 1,
@@ -90,3 +96,8 @@ def format_seconds(seconds: float) -> str:
         if seconds >= factor:
             return f"{seconds / factor:.3g} {unit}"
     return f"{seconds / 1e-9:.3g} ns"
+
+
+def to_ticks(seconds: float) -> int:
+    """Return seconds in whole ticks, rounded up."""
+    return -int(-seconds // TICK_S)
