@@ -20,7 +20,7 @@ from autoplan.dry_run_result import LayoutNumerics
 from autoplan.graph import ShardOption
 from autoplan.op_facts import is_random
 from autoplan.plan import Plan
-from autoplan.program import BlockGraph, Op, Program, Ref, State, TensorMeta, map_refs
+from autoplan.program import BlockGraph, Op, Program, Ref, State, TensorMeta
 from autoplan.rank_numerics import Comparison, compare_layout, without_chance
 from autoplan.sharding import shard_options
 from autoplan.shrinking import SmallGraph, axes_of, shrink_graph
@@ -152,8 +152,7 @@ class _Check:
 
     def not_run(self, reason: str) -> LayoutNumerics:
         """Return the result of a check that gave none."""
-        told = Comparison(error=None, reason=f"not run: {reason}", is_wrong=False)
-        return self._result(told, "not run")
+        return self._result(Comparison.not_run(reason), "not run")
 
     def _result(self, found: Comparison, form: str, blamed: tuple[str, ...] = ()) -> LayoutNumerics:
         return LayoutNumerics(
@@ -186,8 +185,7 @@ class _Check:
     def _compare(self, small: SmallGraph) -> Comparison:
         count = _elements(small.graph)
         if count > _MOST_ELEMENTS:
-            reason = f"not run: {count:,} elements, more than {_MOST_ELEMENTS:,}"
-            return Comparison(error=None, reason=reason, is_wrong=False)
+            return Comparison.not_run(f"{count:,} elements, more than {_MOST_ELEMENTS:,}")
         names = {op.name for op in self.graph.ops}
         axes = {
             op.name: self.axes.get(op.name, "whole") if op.name in names else _INNER
@@ -248,25 +246,20 @@ def _of_addends(small: SmallGraph, degree: int) -> SmallGraph:
         output="P",
         is_split=True,
     )
+
+    def read(value: str) -> str:
+        return product.name if value == name else value
+
     return SmallGraph(
         graph=replace(
             graph,
             inputs=(f"{name}__factor",),
             input_metas=(factor,),
             states=(weight,),
-            ops=(product, *(_reading(op, name, product.name) for op in graph.ops)),
+            ops=(product, *(op.reading(read) for op in graph.ops)),
         ),
         options={**small.options, product.name: (sliced,)},
     )
-
-
-def _reading(op: Op, before: str, after: str) -> Op:
-    """Return an op that reads one value in the place of another."""
-
-    def renamed(name: str) -> Ref:
-        return Ref(after if name == before else name)
-
-    return replace(op, args=map_refs(op.args, renamed), kwargs=map_refs(dict(op.kwargs), renamed))
 
 
 def _constants(op: Op) -> str:

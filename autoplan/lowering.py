@@ -23,7 +23,7 @@ from autoplan.axis_labels import arguments, op_name
 from autoplan.collectives import Redistribute, local_shape, placement_word
 from autoplan.graph import Placement, ShardOption
 from autoplan.op_facts import is_random
-from autoplan.program import BlockGraph, Op, Ref, TensorMeta, map_refs
+from autoplan.program import BlockGraph, Op, Ref, TensorMeta
 from autoplan.sharded_ops import (
     QueryHeadAttention,
     RowAddmm,
@@ -189,9 +189,7 @@ class _Lowering:
         self.metas[op.name] = op.meta
         self.ops.append(
             replace(
-                local,
-                args=map_refs(local.args, lambda name: Ref(names[name])),
-                kwargs=map_refs(dict(local.kwargs), lambda name: Ref(names[name])),
+                local.reading(names.__getitem__),
                 meta=self._local_meta(op.meta, self.placements[op.name]),
             )
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -86,6 +86,15 @@ class Op:
     def inputs(self) -> tuple[str, ...]:
         """Return the names of the values it reads, each once, in order of appearance."""
         return tuple(dict.fromkeys(refs((self.args, dict(self.kwargs)))))
+
+    def reading(self, rename: Callable[[str], str]) -> Op:
+        """Return the call with other names of the values that it reads."""
+
+        def renamed(name: str) -> Ref:
+            return Ref(rename(name))
+
+        args, kwargs = map_refs(self.args, renamed), map_refs(dict(self.kwargs), renamed)
+        return replace(self, args=args, kwargs=kwargs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,11 @@ class Comparison:
     reason: str
     is_wrong: bool
 
+    @classmethod
+    def not_run(cls, reason: str) -> Comparison:
+        """Return that nothing was compared, and why."""
+        return cls(error=None, reason=f"not run: {reason}", is_wrong=False)
+
 
 def without_chance(graph: BlockGraph) -> BlockGraph:
     """Return a graph without dropout, since ranks draw differently, and without autocast."""
@@ -70,7 +75,7 @@ def compare_layout(
     """
     drawing = [op.name for op in graph.ops if is_random(op)]
     if drawing:
-        return _not_run(f"{drawing[0]} draws random numbers")
+        return Comparison.not_run(f"{drawing[0]} draws random numbers")
     try:
         return _compare(
             _in_dtype(graph, torch.float64), options, axes, degree, is_sequence_parallel
@@ -82,7 +87,7 @@ def compare_layout(
             _in_dtype(graph, torch.float32), options, axes, degree, is_sequence_parallel
         )
     except _NotRun:
-        return _not_run(reason)
+        return Comparison.not_run(reason)
 
 
 class _NotRun(Exception):
@@ -136,10 +141,6 @@ def _whole_results(graph: BlockGraph) -> tuple[_Values, dict[str, torch.Tensor]]
         if not infinite:
             return values, expected
     raise _NotRun(f"{infinite[0]} is not finite for random numbers")
-
-
-def _not_run(reason: str) -> Comparison:
-    return Comparison(error=None, reason=f"not run: {reason}", is_wrong=False)
 
 
 def _largest_error(

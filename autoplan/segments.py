@@ -25,10 +25,8 @@ from autoplan.program import (
     Call,
     Op,
     Program,
-    Ref,
     State,
     TensorMeta,
-    map_refs,
     text_hash,
 )
 from autoplan.shortening import Shortening, ShortRun
@@ -182,10 +180,7 @@ def _alive(
 
 
 def _renamed(op: Op, names: Mapping[str, str]) -> Op:
-    def rename(name: str) -> Ref:
-        return Ref(names.get(name, name))
-
-    return replace(op, args=map_refs(op.args, rename), kwargs=map_refs(dict(op.kwargs), rename))
+    return op.reading(lambda name: names.get(name, name))
 
 
 def _used_later(segments: Sequence[Segment], loss: str) -> list[set[str]]:
@@ -262,17 +257,7 @@ def _canonical(op: Op, names: Mapping[str, str], block_fqn: str, flat: FlatProgr
     stack = flat.stacks[op.name]
     fqn = stack[-1][1] if stack else ""
     relative = fqn.removeprefix(block_fqn).removeprefix(".") if block_fqn else fqn
-
-    def rename(name: str) -> Ref:
-        return Ref(names[name])
-
-    return replace(
-        op,
-        name=names[op.name],
-        args=map_refs(op.args, rename),
-        kwargs=map_refs(dict(op.kwargs), rename),
-        fqn=relative,
-    )
+    return replace(op.reading(names.__getitem__), name=names[op.name], fqn=relative)
 
 
 def _graph_fingerprint(graph: BlockGraph) -> str:

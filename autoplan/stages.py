@@ -18,7 +18,7 @@ from torch import nn
 from autoplan.autocast import in_autocast
 from autoplan.errors import EmitError
 from autoplan.executor import CompiledFunction, Writer
-from autoplan.program import Op, Program, Ref, TensorMeta, map_refs
+from autoplan.program import Op, Program, TensorMeta
 from autoplan.tensor_layout import leaving_placement
 
 __all__ = [
@@ -181,11 +181,7 @@ def _local_names(program: Program, stage: StageSlice) -> dict[str, str]:
 
 
 def _renamed(op: Op, names: Mapping[str, str]) -> Op:
-    def rename(name: str) -> Ref:
-        return Ref(names[name])
-
-    args, kwargs = map_refs(op.args, rename), map_refs(dict(op.kwargs), rename)
-    return replace(op, name=names[op.name], args=args, kwargs=kwargs)
+    return replace(op.reading(names.__getitem__), name=names[op.name])
 
 
 def _items(program: Program, stage: StageSlice) -> list[_Item]:

@@ -14,7 +14,7 @@ import torch
 
 from autoplan.op_facts import written_values
 from autoplan.plan import Plan
-from autoplan.program import BlockGraph, Op, Ref, map_refs
+from autoplan.program import BlockGraph, Op, Ref
 
 __all__ = ["with_own_inputs"]
 
@@ -27,16 +27,12 @@ def with_own_inputs(plan: Plan, graph: BlockGraph) -> BlockGraph:
         return graph
     copies = {name: f"{name}_own" for name in graph.inputs if name in written}
 
-    def own(name: str) -> Ref:
-        return Ref(copies.get(name, name))
+    def own(name: str) -> str:
+        return copies.get(name, name)
 
     made = [_clone(graph, name, copy) for name, copy in copies.items()]
-    ops = [
-        replace(op, args=map_refs(op.args, own), kwargs=map_refs(dict(op.kwargs), own))
-        for op in graph.ops
-    ]
-    outputs = tuple(copies.get(name, name) for name in graph.outputs)
-    return replace(graph, ops=(*made, *ops), outputs=outputs)
+    ops = [op.reading(own) for op in graph.ops]
+    return replace(graph, ops=(*made, *ops), outputs=tuple(map(own, graph.outputs)))
 
 
 def _clone(graph: BlockGraph, name: str, copy: str) -> Op:
