@@ -166,7 +166,9 @@ class Planner:
 
     def unpriced(self, **changes: Any) -> Planner:
         """Return the same problem with changes, without anything that was priced."""
-        return replace(self, _pricers={}, ops_bounds={}, posed={}, **changes)
+        other = replace(self, **changes)
+        other.forget_prices()
+        return other
 
     def forget_prices(self) -> None:
         """Drop what depends on pins and cluster; traces stay."""
@@ -351,18 +353,16 @@ def make_planner(
     optimizer_name = optimizer if isinstance(optimizer, str) else optimizer.__name__
     is_gpu = not cluster.is_cpu
     precision = _precision(model, "none" if autocast else mixed_precision, is_gpu)
+    width = 1 if precision == "none" else 2  # master parameters are float32
     item_bytes = max((p.element_size() for p in model.parameters() if p.requires_grad), default=4)
-    item_bytes *= 1 if precision == "none" else 2
     workload = Workload(
         global_batch_size=rows,
-        optimizer=Optimizer.named(optimizer_name, is_foreach=is_gpu, item_bytes=item_bytes),
+        optimizer=Optimizer.named(optimizer_name, is_foreach=is_gpu, item_bytes=width * item_bytes),
         mixed_precision=precision,
         autocast=check_autocast(model, autocast, mixed_precision),
-        parameter_bytes_per_traced_byte=1,
+        parameter_bytes_per_traced_byte=width,
         offload=check_offload(offload, cluster),
     )
-    if workload.mixed_precision != "none":
-        workload = replace(workload, parameter_bytes_per_traced_byte=2)
     return Planner(
         model=model,
         batch=batch,
