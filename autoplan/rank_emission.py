@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,17 +14,15 @@ from autoplan import compat
 from autoplan.batch_splitter import BatchSplitter
 from autoplan.calls import BoundCall, bind_call, install
 from autoplan.device_meshes import axis_of, sharding_mesh
-from autoplan.entries import Entry, leaving
 from autoplan.evaluation import Evaluator, RankEvaluator
 from autoplan.executor import compile_graph
-from autoplan.meshes import ranks_of_stage
 from autoplan.microbatches import PipelinePart, pipeline_runner
 from autoplan.plan import Plan
 from autoplan.program import Program
-from autoplan.runtime import ParallelModule, Tie
+from autoplan.runtime import ParallelModule
 from autoplan.sharders import Sharder, Unsharded, shard
 from autoplan.stage_check import check_stages
-from autoplan.stage_parts import StagePart
+from autoplan.stage_parts import StagePart, root_function
 from autoplan.stages import (
     StageRoot,
     StageSlice,
@@ -40,6 +37,7 @@ from autoplan.stages import (
 from autoplan.step_buffers import StepBuffers, changed_states
 from autoplan.step_means import StepMeans, find_denominators
 from autoplan.tensor_parallel import lower_calls, whole_calls
+from autoplan.ties import Tie, make_ties
 from autoplan.written_inputs import with_own_inputs
 
 __all__ = ["RankEmission"]
@@ -203,31 +201,20 @@ class RankEmission:
         changed: StepBuffers,
     ) -> str:
         """Give the root what it runs; returns its text with the text of the graphs it calls."""
-        program, count = self.program, self.plan.num_microbatches
+        program = self.program
         compiled = stage_function(program, stage, self.device)
-        side = self._side_values(stage, root)
-        modules = {i: root.get_submodule(c.fqn) for i in calls if (c := program.calls[i]).fqn}
-        computes_loss = program.loss in stage.outputs
-        slices = self.plan.slices
-        metas = crossing_metas(program, stage.outputs, self._compute_dtype, slices=slices)
-        is_split = self.plan.schedule == "zero_bubble"
-
-        def call(index: int, *inputs: Any) -> Any:
-            module = modules.get(index)
-            return calls[index](*inputs) if module is None else module(index, *inputs)
-
-        def run(
-            activations: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]
-        ) -> tuple[torch.Tensor, ...]:
-            entered = [Entry.apply(x) for x in activations]  # type: ignore[no-untyped-call]
-            changed.enter()
-            outputs = compiled.function(call, side(), *entered, *batch)
-            changed.leave()
-            if computes_loss:
-                return (outputs[0].reshape(1) / count,)
-            pairs = zip(outputs, metas, strict=True)
-            return tuple(leaving(x.to(meta.dtype), is_split) for x, meta in pairs)
-
+        run = root_function(
+            compiled.function,
+            self._side_values(stage, root),
+            calls,
+            {i: root.get_submodule(c.fqn) for i in calls if (c := program.calls[i]).fqn},
+            changed,
+            outputs=crossing_metas(
+                program, stage.outputs, self._compute_dtype, slices=self.plan.slices
+            ),
+            loss_share=self.plan.num_microbatches if program.loss in stage.outputs else None,
+            is_split=self.plan.schedule == "zero_bubble",
+        )
         root.set_function(run)
         texts = dict.fromkeys(calls[i].source for i in stage.calls)
         return "\n".join([*texts, compiled.source])
@@ -295,10 +282,7 @@ class RankEmission:
         )
 
     def _ties(self, stages: Sequence[StageSlice]) -> tuple[Tie, ...]:
-        """Return the parameters of this rank that other ranks of the pipeline have too.
-
-        Makes the groups of all ranks.
-        """
+        """Return the parameters of this rank that other ranks of the pipeline have too."""
         pp = self.plan.mesh.pp
         owners: dict[str, set[int]] = {}
         trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
@@ -307,19 +291,15 @@ class RankEmission:
             for index in part.calls:
                 for fqn in set(self.program.calls[index].states) & parameters:
                     owners.setdefault(self.program.aliases[fqn], set()).add(part.index % pp)
-        ties = []
-        own = self._rank("pp")
-        ranks = [ranks_of_stage(rank, self.plan.mesh) for rank in range(pp)]
-        for first, on in sorted(owners.items()):
-            if len(on) < 2 or first not in trained:
-                continue
-            for peers in zip(*(ranks[p] for p in sorted(on)), strict=True):
-                group = dist.new_group(list(peers))
-                if dist.get_rank() in peers:
-                    assert isinstance(group, dist.ProcessGroup), "this rank is in the group"
-                    compat.set_timeout(group, self.timeout_s)
-                    ties.append(Tie(fqn=first, group=group, is_counted=own == min(on)))
-        return tuple(ties)
+        shared = [
+            (first, sorted(on))
+            for first, on in sorted(owners.items())
+            if len(on) > 1 and first in trained
+        ]
+        ties = make_ties(shared, self.plan.mesh, self._rank("pp"))
+        for tie in ties:
+            compat.set_timeout(tie.group, self.timeout_s)
+        return ties
 
     def _sources(self, stages: Sequence[StageSlice], own: Mapping[int, str]) -> list[str]:
         """Return the text of every stage; of other stages as captured, not as lowered."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,24 +16,10 @@ from autoplan.batch_splitter import BatchSplitter
 from autoplan.errors import EmitError
 from autoplan.sharders import local_tensor, normalise_gradient
 from autoplan.stage_parts import StagePart, joined
+from autoplan.ties import Tie
 from autoplan.training_state import load_checkpoint, save_checkpoint
 
-__all__ = ["ParallelModule", "Tie"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tie:
-    """A parameter with copies on several ranks of the pipeline; their gradients are summed.
-
-    Attributes:
-        fqn: its name on this rank.
-        group: this rank's peers that have it.
-        is_counted: this rank counts it in norms.
-    """
-
-    fqn: str
-    group: dist.ProcessGroup
-    is_counted: bool
+__all__ = ["ParallelModule"]
 
 
 class Evaluation(Protocol):

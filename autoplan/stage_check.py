@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
+from itertools import combinations
 
 from autoplan.errors import PlanError
 from autoplan.plan import Plan
@@ -11,7 +12,18 @@ from autoplan.schedules import MULTI_STAGE, schedule_actions, unrunnable_split
 from autoplan.stages import StageSlice
 from autoplan.step_buffers import several_changers
 
-__all__ = ["check_schedule", "check_stages"]
+__all__ = ["are_separate", "check_schedule", "check_stages"]
+
+
+def are_separate(read: Sequence[Set[str]], pp: int) -> bool:
+    """Return whether every stage reads a parameter, and no two stages of a rank the same one.
+
+    Args:
+        read: of each stage, the first names of the parameters that it reads.
+        pp: ranks, which the stages are dealt to in turn.
+    """
+    ranks = [read[rank::pp] for rank in range(pp)]
+    return all(read) and all(a.isdisjoint(b) for own in ranks for a, b in combinations(own, 2))
 
 
 def check_schedule(plan: Plan) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from autoplan.entries import Entry, leaving
+from autoplan.program import TensorMeta
 from autoplan.sharders import Sharder
 from autoplan.stages import StageRoot
 from autoplan.step_buffers import StepBuffers
 from autoplan.step_means import StepMeans
 
-__all__ = ["JoinedRoots", "StagePart", "joined"]
+__all__ = ["JoinedRoots", "StagePart", "joined", "root_function"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,49 @@ class StagePart:
     buffers: StepBuffers
     means: StepMeans
     wanted: tuple[int, ...]
+
+
+def root_function(
+    function: Callable[..., Sequence[torch.Tensor]],
+    side: Callable[[], tuple[torch.Tensor, ...]],
+    calls: Mapping[int, Callable[..., Any]],
+    modules: Mapping[int, nn.Module],
+    changed: StepBuffers,
+    *,
+    outputs: Sequence[TensorMeta],
+    loss_share: int | None,
+    is_split: bool,
+) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Return what the root of a stage runs: `run(activations, batch) -> outputs`.
+
+    Args:
+        function: of the stage: takes what runs a call, side values, activations and batch leaves.
+        side: reads the buffers and constants of its side ops.
+        calls: bound blocks by index.
+        modules: those of the calls that are modules, which run their calls.
+        changed: buffers that the forward changes.
+        outputs: of the stage.
+        loss_share: the loss is divided by it, where the stage computes the loss; else None.
+        is_split: the backward runs in two parts.
+    """
+
+    def call(index: int, *inputs: Any) -> Any:
+        module = modules.get(index)
+        return calls[index](*inputs) if module is None else module(index, *inputs)
+
+    def run(
+        activations: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        entered = [Entry.apply(x) for x in activations]  # type: ignore[no-untyped-call]
+        changed.enter()
+        made = function(call, side(), *entered, *batch)
+        changed.leave()
+        if loss_share is not None:
+            return (made[0].reshape(1) / loss_share,)
+        pairs = zip(made, outputs, strict=True)
+        return tuple(leaving(x.to(meta.dtype), is_split) for x, meta in pairs)
+
+    return run
 
 
 class JoinedRoots(nn.Module):

@@ -19,19 +19,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoplan.batch_splitter import BatchSplitter
 from autoplan.calls import BoundCall, install
 from autoplan.device_meshes import axis_of, make_device_mesh, sharding_mesh
-from autoplan.entries import Entry, leaving
 from autoplan.graph import Placement
-from autoplan.meshes import AxisOrder, ranks_of_stage
+from autoplan.meshes import AxisOrder
 from autoplan.microbatches import PipelinePart, pipeline_runner
 from autoplan.program import TensorMeta
 from autoplan.recompute import KeepPlan
-from autoplan.runtime import ParallelModule, Tie
+from autoplan.runtime import ParallelModule
 from autoplan.sharders import shard
-from autoplan.stage_parts import StagePart
+from autoplan.stage_parts import StagePart, root_function
 from autoplan.stages import RootContents, StageRoot, build_root, find_state
 from autoplan.step_buffers import StepBuffers
 from autoplan.step_means import Denominator, StepMeans, StepValue
 from autoplan.tensor_parallel import distribute, slice_whole
+from autoplan.ties import make_ties
 
 __all__ = ["CallSpec", "Degrees", "ScriptPlan", "StageSpec", "build_stage", "make_mesh"]
 
@@ -156,7 +156,7 @@ def build_stage(
     """Return this rank's stages of `model`, which is taken over."""
     rank, pp = mesh.get_local_rank("pp"), plan.mesh.pp
     own = range(rank, len(stages), pp)
-    ties = make_ties(plan, model, mesh)
+    ties = make_ties(plan.shared, plan.mesh, rank)
     wanted = sorted({i for index in own for i in stages[index].batch})
     parts = [_part(plan, stages[index], model, mesh, device, wanted) for index in own]
     holder: list[ParallelModule] = []
@@ -244,15 +244,20 @@ def _part(
     )
 
 
+def _side_values(stage: StageSpec, root: StageRoot) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Return what reads the buffers and constants of a stage's side ops."""
+    holders = [find_state(root, fqn) for fqn in stage.side]
+    return lambda: (*(holder[key] for holder, key in holders), *stage.constants)
+
+
 def _side_reader(
     stage: StageSpec, root: StageRoot
 ) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
-    holders = [find_state(root, fqn) for fqn in stage.side]
+    side = _side_values(stage, root)
 
     def read(batch: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         assert stage.read is not None, "denominators have a reader"
-        side = (*(holder[key] for holder, key in holders), *stage.constants)
-        values: Sequence[torch.Tensor] = stage.read(side, *batch)
+        values: Sequence[torch.Tensor] = stage.read(side(), *batch)
         return values
 
     return read
@@ -268,25 +273,17 @@ def _set_function(
         if spec.fqn:
             modules[i] = root.get_submodule(spec.fqn)
             install(modules[i], i, calls[i])
-    holders = [find_state(root, fqn) for fqn in stage.side]
-
-    def call(index: int, *inputs: Any) -> Any:
-        module = modules.get(index)
-        return calls[index](*inputs) if module is None else module(index, *inputs)
-
-    def run(
-        activations: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        side = (*(holder[key] for holder, key in holders), *stage.constants)
-        entered = [Entry.apply(x) for x in activations]  # type: ignore[no-untyped-call]
-        buffers.enter()
-        outputs = stage.run(call, side, *entered, *batch)
-        buffers.leave()
-        if stage.computes_loss:
-            return (outputs[0].reshape(1) / plan.num_microbatches,)
-        pairs = zip(outputs, stage.outputs, strict=True)
-        return tuple(leaving(x.to(meta.dtype), plan.schedule == "zero_bubble") for x, meta in pairs)
-
+    assert stage.run is not None, "a stage has what it runs"
+    run = root_function(
+        stage.run,
+        _side_values(stage, root),
+        calls,
+        modules,
+        buffers,
+        outputs=stage.outputs,
+        loss_share=plan.num_microbatches if stage.computes_loss else None,
+        is_split=plan.schedule == "zero_bubble",
+    )
     root.set_function(run)
 
 
@@ -311,20 +308,3 @@ def _bind(
         autocast=autocast,
         device_type=mesh.device_type,
     )
-
-
-def make_ties(plan: ScriptPlan, model: nn.Module, mesh: DeviceMesh) -> tuple[Tie, ...]:
-    """Return the parameters of this rank that other ranks of the pipeline have too.
-
-    Makes the groups of all ranks.
-    """
-    own = mesh.get_local_rank("pp")
-    ranks = [ranks_of_stage(rank, plan.mesh) for rank in range(plan.mesh.pp)]
-    ties = []
-    for name, on in plan.shared:
-        for peers in zip(*(ranks[rank] for rank in on), strict=True):
-            group = dist.new_group(list(peers))
-            if dist.get_rank() in peers:
-                assert isinstance(group, dist.ProcessGroup), "this rank is in the group"
-                ties.append(Tie(fqn=name, group=group, is_counted=own == min(on)))
-    return tuple(ties)

@@ -41,6 +41,7 @@ from autoplan.processes import run_worker
 from autoplan.program import BlockGraph, Program
 from autoplan.schedules import MULTI_STAGE
 from autoplan.sharding import check_axes, shard_options
+from autoplan.stage_check import are_separate
 from autoplan.twin_steps import TWIN_ROWS, captured_twin, compare_step, in_dtype
 
 __all__ = ["main", "run_twins", "shrink", "twin_degrees", "twin_dtypes", "twin_plan"]
@@ -197,10 +198,7 @@ def _can_interleave(stages: Sequence[StagePlan], twin: Program, pp: int) -> bool
         }
         for stage in stages
     ]
-    ranks = [read[rank::pp] for rank in range(pp)]
-    return all(read) and all(
-        a.isdisjoint(b) for own in ranks for a, b in itertools.combinations(own, 2)
-    )
+    return are_separate(read, pp)
 
 
 class _TwinBuilder:

@@ -23,7 +23,7 @@ import unittest.mock
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import combinations, pairwise
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -50,6 +50,7 @@ from autoplan.program import BlockGraph, Program
 from autoplan.runtime import ParallelModule
 from autoplan.schedules import MULTI_STAGE, unrunnable_split
 from autoplan.sharding import check_axes, layout_parameters, shard_options
+from autoplan.stage_check import are_separate
 from benchmarks.equality_families import FAMILIES, build
 from benchmarks.equality_reference import Result, differences, reference
 from benchmarks.worker_pool import WorkerPool
@@ -243,8 +244,7 @@ def _cuts(program: Program, draw: Draw, chance: random.Random) -> list[int] | No
     for _ in range(_TRIES):
         ends = [0, *sorted(chance.sample(range(1, len(states)), num_stages - 1)), len(states)]
         stages = [set().union(*states[a:b]) for a, b in pairwise(ends)]
-        ranks = [stages[rank :: draw.pp] for rank in range(draw.pp)]
-        if all(stages) and all(a.isdisjoint(b) for own in ranks for a, b in combinations(own, 2)):
+        if are_separate(stages, draw.pp):
             return ends[1:-1]
     return None
 

@@ -129,6 +129,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "tensor_parallel",
         "executor",
         "batch_splitter",
+        "ties",
         "runtime",
         "calls",
         "written_inputs",
