@@ -77,7 +77,7 @@ def found_at(path: Path) -> tuple[str, Mapping[str, str]]:
     if not path.exists():
         raise SystemExit(f"{path} is not there: name a python, or a folder that holds torch")
     if not path.is_dir():
-        return str(path), {}
+        return str(path), {"PYTHONPATH": str(ROOT)}
     return sys.executable, {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
 
 

@@ -19,7 +19,7 @@ def test_failures_and_errors_are_counted_and_the_first_is_named() -> None:
 
 
 def test_a_python_or_a_folder_of_packages_is_used_as_it_is(tmp_path: Path) -> None:
-    assert found_at(Path(sys.executable)) == (sys.executable, {})
+    assert found_at(Path(sys.executable))[0] == sys.executable
     python, environment = found_at(tmp_path)
     assert python == sys.executable
     assert environment["PYTHONPATH"].startswith(str(tmp_path))
