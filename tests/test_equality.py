@@ -129,6 +129,23 @@ FOUND = (
     ),
     # A stage wrote to what entered it.
     VIEWS,
+    # A split backward met a module that its stage applies three times, and a skip that stages hand
+    # on, whose gradient a later micro-batch overwrote.
+    Draw(
+        family="repeated",
+        dp=1,
+        tp=1,
+        pp=2,
+        zero_stage=0,
+        microbatch_size=1,
+        num_microbatches=4,
+        num_chunks=2,
+        schedule="zero_bubble",
+        layout="whole",
+        recompute="none",
+        optimizer="sgd",
+        seed=65536,
+    ),
     # A write to a view dropped the hook that gathers parameters for the backward.
     replace(VIEWS, dp=2, pp=1, zero_stage=3, schedule="gpipe", recompute="full"),
 )

@@ -20,6 +20,7 @@ REPOSITORY = Path(__file__).parent.parent
 # where it is imported (not only named for types, and not inside a function).
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "units", "patching"),
+    ("split_backward",),
     ("compat", "mask_causality"),
     ("codec",),
     ("profiles", "search"),
