@@ -16,7 +16,14 @@ from itertools import accumulate
 from autoplan.caching_allocator import CachingAllocator
 from autoplan.flat_partitions import gathered_pieces, reduced_buckets
 from autoplan.memory import stage_actions
-from autoplan.replay_groups import FsdpGroups, Key, Parameter, ReplayedBlock, Tensors
+from autoplan.replay_groups import (
+    FsdpGroups,
+    Key,
+    OutputCast,
+    Parameter,
+    ReplayedBlock,
+    Tensors,
+)
 from autoplan.settings import Setting, Workload
 
 __all__ = ["Reserved", "replayed"]
@@ -48,7 +55,6 @@ def replayed(
     part_sizes: Sequence[int],
     is_expandable: bool = False,
     capacity_bytes: int | None = None,
-    is_across: bool = False,
     fixed_bytes: Sequence[int] = (),
 ) -> Reserved:
     """Return what a stage's steps take and reserve.
@@ -61,11 +67,10 @@ def replayed(
         part_sizes: numbers of blocks of its stages.
         is_expandable: segments of the allocator grow.
         capacity_bytes: of the device, less its reserve; None: any amount.
-        is_across: data-parallel ranks are on several nodes.
         fixed_bytes: of tensors that are always there, such as the batch.
     """
     allocator = CachingAllocator(is_expandable=is_expandable, capacity_bytes=capacity_bytes)
-    run = _Replay(blocks, setting, workload, allocator, part_sizes, is_across)
+    run = _Replay(blocks, setting, workload, allocator, part_sizes)
     actions = stage_actions(setting, stage)
     run.start(fixed_bytes)
     for _ in range(_STEPS):
@@ -85,11 +90,9 @@ class _Replay:
         workload: Workload,
         allocator: CachingAllocator,
         part_sizes: Sequence[int],
-        is_across: bool,
     ) -> None:
         self.blocks = blocks
         self.setting = setting
-        self.is_across = is_across
         self.workload = workload
         self.allocator = allocator
         self.tensors = Tensors(allocator)
@@ -119,7 +122,7 @@ class _Replay:
         for block in blocks:
             for value, _ in block.inputs.values():
                 self.reading[value] = self.reading.get(value, 0) + 1
-        self.pending = 0
+        self.num_outputs = 0
         ends = list(accumulate(part_sizes))
         self.parts = [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
 
@@ -141,6 +144,16 @@ class _Replay:
             self._start_buffers()
 
     def _start_flat(self) -> None:
+        """Make what DeepSpeed lays flat, in the memory and beside it that the model was made in.
+
+        Megatron-LM makes its parameters on the device in the dtype of the computation; ZeRO moves
+        them to the host and brings them back in one tensor (`move_to_cpu`), and what they leave
+        stays with the allocator.
+        """
+        for parameter in self._parameters():
+            self.tensors.make(("made", parameter.name), parameter.gathered)
+        for parameter in self._parameters():
+            self.tensors.release(("made", parameter.name))
         self.tensors.make(("parameter",), sum(p.gathered for p in self._parameters()))
         share = -(-sum(p.stored for p in self._trained()) // self.shards)
         self.tensors.make(("copy",), share)
@@ -192,40 +205,39 @@ class _Replay:
 
     def _flat_step(self) -> None:
         """Reduce gradients in flat buckets, step on this rank's share, gather parameters."""
-        sizes = [p.gathered // self.item_bytes for p in self._trained()]
-        self._beside(reduced_buckets(sizes))
-        self.tensors.passing(8 * max(sizes))  # the norm is taken in float64
-        share = -(-sum(sizes) // self.shards) * self.item_bytes
-        self.tensors.make(("flat",), share)
+        sizes = {p.name: p.gathered // self.item_bytes for p in self._trained()}
+        share = -(-sum(sizes.values()) // self.shards)
+        self._beside(reduced_buckets([*sizes.values()]))
+        self._zero_gradients(first_elements=share)
+        # The norm is taken in float64, of what the rank's share holds of each gradient.
+        self.tensors.passing(8 * min(share, max(sizes.values())))
+        self.tensors.make(("flat",), share * self.item_bytes)
         self.tensors.make(("grad",), -(-sum(p.stored for p in self._trained()) // self.shards))
         self.tensors.release(("flat",))
         self._zero_gradients()
         self.tensors.release(("grad",))
-        self._beside(gathered_pieces(sum(sizes), self.shards), is_pending=self.is_across)
+        self._beside(gathered_pieces(sum(sizes.values()), self.shards))
 
-    def _beside(self, elements: Sequence[int], *, is_pending: bool = False) -> None:
+    def _beside(self, elements: Sequence[int]) -> None:
         """Make tensors of so many elements all at once and let them go.
 
-        Pending ones go after the next forward: the collective between nodes that reads them is not
-        done before the host has made the tensors of that forward.
+        Nothing waits between the collectives that read them, but the host does before it makes
+        anything else: for the first norm, and for the sizes of the next micro-batch.
         """
         for number, count in enumerate(elements):
             self.tensors.make(("beside", number), count * self.item_bytes)
-        if is_pending:
-            self.pending = len(elements)
-        else:
-            self._finish(len(elements))
-
-    def _finish(self, count: int) -> None:
-        for number in range(count):
+        for number in range(len(elements)):
             self.tensors.release(("beside", number))
-        self.pending = 0
 
-    def _zero_gradients(self) -> None:
+    def _zero_gradients(self, first_elements: int = 0) -> None:
+        """Let gradients go, but for those of so many elements that come first."""
         for group in self.groups:
             self.tensors.release(("shard", group))
+        end = 0
         for parameter in self._parameters():
-            self.tensors.release(("grad", parameter.name))
+            if end >= first_elements:
+                self.tensors.release(("grad", parameter.name))
+            end += parameter.gathered // self.item_bytes if parameter.is_trained else 0
 
     def _optimizer_step(self) -> None:
         if self.is_offloaded:
@@ -255,7 +267,6 @@ class _Replay:
             if self.zero == 3 and index in self.groups and index != self.stays_gathered:
                 self.fsdp.release_whole(index)
         self.fsdp.drop_buffers()
-        self._finish(self.pending)
         if self.zero == 3 and self.setting.pp > 1:
             self.fsdp.release_whole(self.root)
 
@@ -266,6 +277,8 @@ class _Replay:
                 self._enter(number, value, nbytes)
         own = self.own[(number, index)] = {}
         for name, nbytes in block.events.forward:
+            if block.cast is not None and name == block.cast.before and nbytes:
+                self._keep_output(own, block.cast)
             self._play((number, index), name, nbytes)
         for local, (value, _) in block.outputs.items():
             storage = block.events.outputs[local]
@@ -283,6 +296,14 @@ class _Replay:
                 self.tensors.hold(self.values[(number, value)])
             self.readers[(number, value)] -= 1
             self._let_go_unread(number, value)
+
+    def _keep_output(self, own: dict[str, Key], cast: OutputCast) -> None:
+        """Make the output of a pipeline engine's last layer, which takes the oldest one's place."""
+        self.tensors.make(("output", self.num_outputs), cast.nbytes)
+        if cast.source in own:
+            self.tensors.release(own.pop(cast.source))
+        self.tensors.release(("output", self.num_outputs - cast.num_kept))
+        self.num_outputs += 1
 
     def _enter(self, number: int, value: str, nbytes: int) -> None:
         key: Key = (number, "value", value)

@@ -16,6 +16,7 @@ __all__ = [
     "REDUCE",
     "FsdpGroups",
     "Key",
+    "OutputCast",
     "Parameter",
     "ReplayedBlock",
     "Tensors",
@@ -37,6 +38,23 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutputCast:
+    """The last layer of a pipeline engine, which makes logits wide and keeps them for a while.
+
+    Attributes:
+        before: the tensor that a forward makes next.
+        source: the logits, which go.
+        nbytes: of the wide ones.
+        num_kept: those of so many micro-batches are there, until the next one's are made.
+    """
+
+    before: str
+    source: str
+    nbytes: int
+    num_kept: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedBlock:
     """A call of a stage.
 
@@ -48,6 +66,7 @@ class ReplayedBlock:
         held: inputs that are kept for the backward.
         parameters: those that no earlier call of the stage holds.
         states: name in the chain of each local state.
+        cast: of its output, if it is the last of a pipeline engine's.
     """
 
     events: BlockEvents
@@ -58,6 +77,7 @@ class ReplayedBlock:
     held: frozenset[str]
     parameters: tuple[Parameter, ...]
     states: Mapping[str, str]
+    cast: OutputCast | None = None
 
 
 class Tensors:

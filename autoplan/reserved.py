@@ -9,8 +9,10 @@ from autoplan.block_work import memory_views
 from autoplan.costs import Pricer
 from autoplan.frontiers import Decision
 from autoplan.liveness import block_events
+from autoplan.local import LocalBlock
+from autoplan.losses import logits_bytes, loss_of
 from autoplan.replay import Reserved, replayed
-from autoplan.replay_groups import Parameter, ReplayedBlock
+from autoplan.replay_groups import OutputCast, Parameter, ReplayedBlock
 from autoplan.settings import Setting
 from autoplan.stage_bytes import batch_bytes, standing_bytes
 
@@ -47,7 +49,6 @@ def reserved_memory(
             part_sizes=[len(span) for span in own],
             is_expandable=is_expandable,
             capacity_bytes=pricer.cluster.capacity_bytes,
-            is_across=setting.dp * setting.tp > pricer.cluster.gpus_per_node,
             fixed_bytes=(
                 batch_bytes(pricer.trace, setting),
                 standing_bytes(pricer, calls, decisions, setting),
@@ -75,6 +76,7 @@ def _shared_part(pricer: Pricer, setting: Setting, call: int, decision: Decision
     """Return what is the same for all calls of a class under a decision."""
     base = pricer.base(pricer.trace.calls[call].block, decision, setting.tp)
     local, later, recompute = memory_views(base.local, decision, pricer.workload)
+    loss, num_kept = loss_of(local), pricer.workload.engine.output_buffers
     return ReplayedBlock(
         events=block_events(local, recompute),
         accumulating=block_events(later, recompute, accumulating=True),
@@ -84,7 +86,19 @@ def _shared_part(pricer: Pricer, setting: Setting, call: int, decision: Decision
         held=frozenset((*base.memory.held_inputs, *base.memory.side)),
         parameters=(),
         states={},
+        cast=None
+        if loss is None or not num_kept
+        else OutputCast(
+            before=f"{loss.name}:internal",
+            source=_storage(local, loss.inputs[0]),
+            nbytes=logits_bytes(base.local),
+            num_kept=num_kept,
+        ),
     )
+
+
+def _storage(local: LocalBlock, name: str) -> str:
+    return next((op.storage for op in local.ops if op.name == name), name)
 
 
 def _own_part(

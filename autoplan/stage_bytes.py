@@ -18,6 +18,7 @@ from autoplan.times import overlaps_communication
 
 __all__ = [
     "batch_bytes",
+    "output_bytes",
     "part_bytes",
     "rank_memory",
     "side_bytes",
@@ -141,7 +142,8 @@ def rank_memory(
         is_mixed=pricer.workload.mixed_precision != "none",
         is_gloo=not overlaps_communication(pricer.cluster),
         input_bytes=batch_bytes(pricer.trace, setting),
-        standing_bytes=standing_bytes(pricer, every, decisions, setting),
+        standing_bytes=standing_bytes(pricer, every, decisions, setting)
+        + output_bytes(pricer, every, decisions, setting.tp),
         parts=parts,
         reserve=pricer.cluster.reserved_bytes,
         engine=pricer.workload.engine,
@@ -182,17 +184,13 @@ def standing_bytes(
 ) -> int:
     """Return bytes that an engine holds beside a step's tensors, for as long as it trains.
 
-    Tensors that stand for weight gradients, one for each shape, logits in the buffers of a pipeline
-    engine, and what DeepSpeed reduces gradients through and keeps gathered.
+    Tensors that stand for weight gradients, one for each shape, and what DeepSpeed reduces
+    gradients through and keeps gathered.
     """
-    tp = setting.tp
-    engine, last = pricer.workload.engine, calls[-1]
+    engine = pricer.workload.engine
     nbytes = 0
-    if engine.output_buffers:
-        local = pricer.base(pricer.trace.calls[last].block, decisions[last], tp).local
-        nbytes = engine.output_buffers * logits_bytes(local)
     if engine.keeps_stand_ins:
-        nbytes += _stand_in_bytes(pricer, calls, decisions, tp)
+        nbytes += _stand_in_bytes(pricer, calls, decisions, setting.tp)
     if setting.zero_stage > 0:
         nbytes += engine.bucket_elements * _COMPUTED_BYTES
     if setting.zero_stage == 3:
@@ -201,6 +199,18 @@ def standing_bytes(
         live = engine.live_elements * _COMPUTED_BYTES
         nbytes += min(live, sum(group.gathered for group in groups))
     return nbytes
+
+
+def output_bytes(
+    pricer: Pricer, calls: Sequence[int], decisions: Sequence[Decision], tp: int
+) -> int:
+    """Return bytes of the logits that lie in the buffers of a pipeline engine."""
+    count, last = pricer.workload.engine.output_buffers, calls[-1]
+    if not count:
+        return 0
+    return count * logits_bytes(
+        pricer.base(pricer.trace.calls[last].block, decisions[last], tp).local
+    )
 
 
 def _stand_in_bytes(
