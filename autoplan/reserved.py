@@ -14,7 +14,7 @@ from autoplan.losses import logits_bytes, loss_of
 from autoplan.replay import Reserved, replayed
 from autoplan.replay_groups import OutputCast, Parameter, ReplayedBlock
 from autoplan.settings import Setting
-from autoplan.stage_bytes import batch_bytes, standing_bytes
+from autoplan.stage_bytes import batch_bytes, part_bytes, pipe_engine_buffers, standing_bytes
 
 __all__ = ["reserved_memory"]
 
@@ -39,8 +39,13 @@ def reserved_memory(
     spans = [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
     found = []
     for rank in range(setting.pp):
-        own = spans[rank :: setting.pp]
+        stages = range(rank, len(spans), setting.pp)
+        own = [spans[stage] for stage in stages]
         calls = [call for span in own for call in span]
+        parts = [
+            part_bytes(pricer, setting, stage, spans, [decisions[c] for c in spans[stage]])
+            for stage in stages
+        ]
         run = replayed(
             _blocks(pricer, setting, calls, decisions),
             setting,
@@ -49,6 +54,7 @@ def reserved_memory(
             part_sizes=[len(span) for span in own],
             is_expandable=is_expandable,
             capacity_bytes=pricer.cluster.capacity_bytes,
+            pipe=pipe_engine_buffers(pricer, setting, parts),
             fixed_bytes=(
                 batch_bytes(pricer.trace, setting),
                 standing_bytes(pricer, calls, decisions, setting),

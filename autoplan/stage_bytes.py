@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from autoplan.block_work import BlockWork
 from autoplan.costs import Pricer
+from autoplan.flat_partitions import PipeBuffers, pipe_buffers
 from autoplan.frontiers import Decision
 from autoplan.graph import Trace
 from autoplan.losses import logits_bytes
@@ -20,6 +21,7 @@ __all__ = [
     "batch_bytes",
     "output_bytes",
     "part_bytes",
+    "pipe_engine_buffers",
     "rank_memory",
     "side_bytes",
     "stage_block",
@@ -134,6 +136,8 @@ def rank_memory(
         blocks += stage_blocks(pricer, calls, own, setting)
         parts.append(part_bytes(pricer, setting, stage, spans, own))
     every = [c for s in range(rank, len(spans), setting.pp) for c in spans[s]]
+    pipe = pipe_engine_buffers(pricer, setting, parts)
+    in_flight = min(setting.pp - rank, setting.num_microbatches)
     return stage_memory(
         blocks,
         setting,
@@ -143,7 +147,9 @@ def rank_memory(
         is_gloo=not overlaps_communication(pricer.cluster),
         input_bytes=batch_bytes(pricer.trace, setting),
         standing_bytes=standing_bytes(pricer, every, decisions, setting)
-        + output_bytes(pricer, every, decisions, setting.tp),
+        + output_bytes(pricer, every, decisions, setting.tp)
+        + pipe.standing
+        + in_flight * (pipe.received + pipe.sent),
         parts=parts,
         reserve=pricer.cluster.reserved_bytes,
         engine=pricer.workload.engine,
@@ -177,6 +183,16 @@ def part_bytes(
         entering=entering,
         leaving=leaving,
     )
+
+
+def pipe_engine_buffers(
+    pricer: Pricer, setting: Setting, parts: Sequence[PartBytes]
+) -> PipeBuffers:
+    """Return what a rank of DeepSpeed's pipeline engine holds at its borders, else nothing."""
+    if not pricer.workload.engine.output_buffers or setting.pp == 1:
+        return PipeBuffers()
+    entering, leaving = (sum(getattr(p, side) for p in parts) for side in ("entering", "leaving"))
+    return pipe_buffers(entering, leaving, setting.tp)
 
 
 def standing_bytes(

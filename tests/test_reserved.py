@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,12 @@ from autoplan.caching_allocator import CachingAllocator
 from autoplan.cluster import Cluster
 from autoplan.engines import LossKind, engine_named
 from autoplan.estimating import estimate
-from autoplan.flat_partitions import gathered_pieces, reduced_buckets
+from autoplan.flat_partitions import (
+    PipeBuffers,
+    gathered_pieces,
+    pipe_buffers,
+    reduced_buckets,
+)
 from autoplan.fusion import joined
 from autoplan.graph import Trace
 from autoplan.liveness import BlockEvents, block_memory, needed_marks
@@ -217,7 +223,9 @@ def test_flat_copies_of_deepspeed_follow_its_buckets() -> None:
     assert gathered_pieces(10, 4) == [12]
 
 
-def _deepspeed_steps(parameter_mib: int, logits_mib: int) -> Reserved:
+def _deepspeed_steps(
+    parameter_mib: int, logits_mib: int, pipe: PipeBuffers | None = None
+) -> Reserved:
     """Return what a stage of one block takes, whose forward makes logits and a loss of them."""
     events = BlockEvents(
         forward=(("logits", logits_mib * MIB), ("loss:internal", 2 * logits_mib * MIB)),
@@ -251,7 +259,7 @@ def _deepspeed_steps(parameter_mib: int, logits_mib: int) -> Reserved:
         parameter_bytes_per_traced_byte=2,
         engine=engine_named("megatron-deepspeed"),
     )
-    return replayed((block,), setting, workload, part_sizes=(1,))
+    return replayed((block,), setting, workload, part_sizes=(1,), pipe=pipe)
 
 
 def test_a_pipeline_engine_keeps_logits_until_the_second_next_are_made() -> None:
@@ -266,3 +274,39 @@ def test_parameters_that_are_laid_flat_leave_what_they_were_made_in_reserved() -
     found = _deepspeed_steps(parameter, 1)
     # Made apart, then flat; a rank's copies, states and gradients. What is gathered finds room.
     assert found.reserved == pytest.approx((2 * parameter + 4 * share) * MIB, rel=0.01)
+
+
+def test_a_pipeline_engine_holds_what_it_sends_and_receives() -> None:
+    entering, leaving = 100 * MIB, 60 * MIB
+    whole, sliced = (pipe_buffers(entering, leaving, tp) for tp in (1, 2))
+    assert whole == PipeBuffers(standing=160 * MIB, received=100 * MIB, sent=60 * MIB)
+    assert sliced == PipeBuffers(standing=80 * MIB, received=0, sent=30 * MIB, is_sliced=True)
+    alone = _deepspeed_steps(1, 40).allocated
+    held = _deepspeed_steps(1, 40, pipe=replace(whole, sent=0)).allocated
+    assert held - alone == (160 + 100) * MIB
+    assert _deepspeed_steps(1, 40, pipe=sliced).allocated - alone == pytest.approx(80 * MIB)
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_replayed_stages_of_a_pipeline_engine_take_what_the_memory_model_says(
+    traces: dict[int, Trace], pp: int
+) -> None:
+    found = estimate(
+        Decoder.on_meta(SHAPE),
+        CLUSTER,
+        batch_of(SHAPE),
+        global_batch_size=8,
+        dp=8 // pp,
+        pp=pp,
+        zero_stage=1,
+        mixed_precision="bfloat16",
+        engine="megatron-deepspeed",
+        allocator="segments",
+        traces=traces,
+    )
+    assert found.reserved_memory_bytes is not None
+    reserve = [parts["reserve"] for parts in found.memory_by_category]
+    for reserved, peak, outside in zip(
+        found.reserved_memory_bytes, found.peak_memory_bytes, reserve, strict=True
+    ):
+        assert 0.95 * (peak - outside) <= reserved
