@@ -9,7 +9,7 @@ from autoplan.frontiers import fastest_ops_s
 from autoplan.graph import ParameterTrace, Placement, Trace
 from autoplan.layout_check import fsdp_can_slice
 from autoplan.schedules import enough_rounds, in_flight
-from autoplan.search.mesh import Refinement
+from autoplan.search.candidates import Refinement
 from autoplan.search_options import alike, block_option, least_option
 from autoplan.settings import Setting
 from autoplan.units import TICK_S, format_bytes

@@ -63,6 +63,12 @@ class Pricer:
     _held: list[frozenset[str]] | None = None
     _by_device: dict[str, Pricer] = field(default_factory=dict)
 
+    def afresh(self, trace: Trace) -> Pricer:
+        """Return a pricer of another trace of the model, which has looked nothing up yet."""
+        return Pricer(
+            trace=trace, cluster=self.cluster, workload=self.workload, recompute=self.recompute
+        )
+
     def decisions(
         self, block: int, tp: int, *, is_sequence_parallel: bool = False
     ) -> tuple[Decision, ...]:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from autoplan.engines import LossKind
 from autoplan.local import LocalBlock, LocalOp
 
-__all__ = ["logits_bytes", "with_loss"]
+__all__ = ["logits_bytes", "loss_of", "with_loss"]
 
 _LOSS = "aten.cross_entropy_loss.default"
 _CASTS = ("aten.to.dtype", "aten._to_copy.default")
@@ -41,9 +41,14 @@ def with_loss(local: LocalBlock, kind: LossKind) -> LocalBlock:
     return _joined(local, loss, kind)
 
 
+def loss_of(local: LocalBlock) -> LocalOp | None:
+    """Return a block's cross entropy, None without one."""
+    return next((op for op in local.ops if op.op and op.op.target == _LOSS), None)
+
+
 def logits_bytes(local: LocalBlock) -> int:
     """Return the bytes of what a block's cross entropy reads, cast as it is; 0 without one."""
-    loss = next((op for op in local.ops if op.op and op.op.target == _LOSS), None)
+    loss = loss_of(local)
     return 0 if loss is None else _bytes_of(local, loss.inputs[0])
 
 

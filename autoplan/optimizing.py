@@ -50,6 +50,7 @@ def optimize(
     offload: Sequence[str] | str = (),
     within: Mapping[str, Sequence[int]] | None = None,
     forbid: Mapping[str, Any] | None = None,
+    workers: int | None = None,
     **pins: Any,
 ) -> Plan:
     """Return the fastest plan that fits, with its proof.
@@ -75,6 +76,8 @@ def optimize(
             what autograd saves in a block.
         within: bounds of settings, both ends allowed: `{"tp": (1, 4)}`.
         forbid: values that settings may not have: `{"tp": [8], "zero_stage": 3}`.
+        workers: processes that trace and search at once; None: one per core, 1: this one alone. The
+            plan does not depend on it. Where processes cannot be forked, it is 1.
         **pins: fixed settings: dp, tp, pp, zero_stage, microbatch_size, num_microbatches,
             dp_replicate, axis_order, recompute, schedule, virtual_stages. Several stages a rank are
             searched where `schedule="interleaved"` or `virtual_stages` asks for them.
@@ -99,6 +102,7 @@ def optimize(
         offload=offload,
         pins=pins,
         limits=make_limits(within, forbid),
+        workers=workers,
     )
     return on_rank_zero(
         lambda: find_plan(planner, time_limit_s, progress, compare),
@@ -199,9 +203,9 @@ def _fastest(
     rows = tuple(s.row for s in simpler)
     record = _record(planner, result)
     found: list[Plan] = []
-    if result.best_name is not None and result.solution is not None:
+    if result.best_name is not None:
         setting = settings[result.best_name]
-        ends, decisions = planner.decided(setting, result.solution)
+        ends, decisions = result.decoded
         found.append(planner.write(setting, ends, decisions, record, rows))
     world = planner.cluster.world_size
     rivals = [s for s in simpler if s.row.fits and s.obeys(planner.pins, planner.limits)]

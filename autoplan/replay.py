@@ -14,9 +14,17 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from autoplan.caching_allocator import CachingAllocator
-from autoplan.flat_partitions import gathered_pieces, reduced_buckets
+from autoplan.flat_partitions import PipeBuffers
 from autoplan.memory import stage_actions
-from autoplan.replay_groups import FsdpGroups, Key, Parameter, ReplayedBlock, Tensors
+from autoplan.replay_groups import (
+    FlatPartitions,
+    FsdpGroups,
+    Key,
+    OutputCast,
+    Parameter,
+    ReplayedBlock,
+    Tensors,
+)
 from autoplan.settings import Setting, Workload
 
 __all__ = ["Reserved", "replayed"]
@@ -48,7 +56,7 @@ def replayed(
     part_sizes: Sequence[int],
     is_expandable: bool = False,
     capacity_bytes: int | None = None,
-    is_across: bool = False,
+    pipe: PipeBuffers | None = None,
     fixed_bytes: Sequence[int] = (),
 ) -> Reserved:
     """Return what a stage's steps take and reserve.
@@ -61,11 +69,11 @@ def replayed(
         part_sizes: numbers of blocks of its stages.
         is_expandable: segments of the allocator grow.
         capacity_bytes: of the device, less its reserve; None: any amount.
-        is_across: data-parallel ranks are on several nodes.
+        pipe: what a pipeline engine holds of what enters and leaves the rank.
         fixed_bytes: of tensors that are always there, such as the batch.
     """
     allocator = CachingAllocator(is_expandable=is_expandable, capacity_bytes=capacity_bytes)
-    run = _Replay(blocks, setting, workload, allocator, part_sizes, is_across)
+    run = _Replay(blocks, setting, workload, allocator, part_sizes, pipe or PipeBuffers())
     actions = stage_actions(setting, stage)
     run.start(fixed_bytes)
     for _ in range(_STEPS):
@@ -85,11 +93,10 @@ class _Replay:
         workload: Workload,
         allocator: CachingAllocator,
         part_sizes: Sequence[int],
-        is_across: bool,
+        pipe: PipeBuffers,
     ) -> None:
         self.blocks = blocks
         self.setting = setting
-        self.is_across = is_across
         self.workload = workload
         self.allocator = allocator
         self.tensors = Tensors(allocator)
@@ -98,7 +105,6 @@ class _Replay:
         self.has_buffer = workload.engine.has_gradient_buffer
         self.is_offloaded = setting.offload != "none"
         self.shards = setting.dp if self.zero >= 1 else 1
-        self.item_bytes = 2 if self.is_mixed else 4
         self.is_flat = workload.engine.is_flat
         last = max((i for i, b in enumerate(blocks) if not b.is_glue), default=None)
         keeps_last = workload.engine.keeps_last_gathered and setting.pp == 1
@@ -109,6 +115,13 @@ class _Replay:
             group = self.root if block.is_glue else index
             self.groups.setdefault(group, []).extend(block.parameters)
         self.groups = {group: found for group, found in self.groups.items() if found}
+        self.flat = FlatPartitions(
+            self.tensors,
+            [*self._parameters()],
+            workload.optimizer,
+            shards=self.shards,
+            item_bytes=2 if self.is_mixed else 4,
+        )
         self.fsdp = FsdpGroups(self.tensors, self.groups, setting, workload)
         self.wrapped = self.fsdp.wrapped
         self.values: dict[Key, Key] = {}
@@ -119,7 +132,9 @@ class _Replay:
         for block in blocks:
             for value, _ in block.inputs.values():
                 self.reading[value] = self.reading.get(value, 0) + 1
-        self.pending = 0
+        self.pipe = pipe
+        self.sent: dict[int, list[Key]] = {}
+        self.num_outputs = 0
         ends = list(accumulate(part_sizes))
         self.parts = [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
 
@@ -130,7 +145,7 @@ class _Replay:
         for number, nbytes in enumerate(fixed_bytes):
             self.tensors.make(("fixed", number), nbytes)
         if self.is_flat:
-            self._start_flat()
+            self.flat.start()
             return
         if self.is_offloaded:
             return
@@ -139,15 +154,6 @@ class _Replay:
             self.tensors.make(("parameter", parameter.name), whole)
         if self.has_buffer:
             self._start_buffers()
-
-    def _start_flat(self) -> None:
-        self.tensors.make(("parameter",), sum(p.gathered for p in self._parameters()))
-        share = -(-sum(p.stored for p in self._trained()) // self.shards)
-        self.tensors.make(("copy",), share)
-        self.tensors.make(("grad",), share)
-        for number, nbytes in enumerate(self.workload.optimizer.state_sizes(share)):
-            self.tensors.make(("state", number), nbytes)
-        self.tensors.release(("grad",))
 
     def _start_buffers(self) -> None:
         trained = self._trained()
@@ -186,40 +192,9 @@ class _Replay:
         self.fsdp.drop_buffers()
         self.tensors.release(("reduce input",))
         if self.is_flat:
-            self._flat_step()
+            self.flat.step()
         else:
             self._optimizer_step()
-
-    def _flat_step(self) -> None:
-        """Reduce gradients in flat buckets, step on this rank's share, gather parameters."""
-        sizes = [p.gathered // self.item_bytes for p in self._trained()]
-        self._beside(reduced_buckets(sizes))
-        self.tensors.passing(8 * max(sizes))  # the norm is taken in float64
-        share = -(-sum(sizes) // self.shards) * self.item_bytes
-        self.tensors.make(("flat",), share)
-        self.tensors.make(("grad",), -(-sum(p.stored for p in self._trained()) // self.shards))
-        self.tensors.release(("flat",))
-        self._zero_gradients()
-        self.tensors.release(("grad",))
-        self._beside(gathered_pieces(sum(sizes), self.shards), is_pending=self.is_across)
-
-    def _beside(self, elements: Sequence[int], *, is_pending: bool = False) -> None:
-        """Make tensors of so many elements all at once and let them go.
-
-        Pending ones go after the next forward: the collective between nodes that reads them is not
-        done before the host has made the tensors of that forward.
-        """
-        for number, count in enumerate(elements):
-            self.tensors.make(("beside", number), count * self.item_bytes)
-        if is_pending:
-            self.pending = len(elements)
-        else:
-            self._finish(len(elements))
-
-    def _finish(self, count: int) -> None:
-        for number in range(count):
-            self.tensors.release(("beside", number))
-        self.pending = 0
 
     def _zero_gradients(self) -> None:
         for group in self.groups:
@@ -248,14 +223,19 @@ class _Replay:
     # Forward.
 
     def _forward(self, number: int, part: range) -> None:
+        if ("comes",) not in self.tensors:
+            self.tensors.make(("comes",), self.pipe.standing)
+        self.tensors.make(("received", number), self.pipe.received)
         self.fsdp.gather_forward(self.root)
         for index in part:
             self.fsdp.gather_forward(index)
             self._forward_of(number, index)
             if self.zero == 3 and index in self.groups and index != self.stays_gathered:
                 self.fsdp.release_whole(index)
+        self._keep_sent(number, part[-1])
+        if self.pipe.is_sliced:
+            self.tensors.make(("sent", number), self.pipe.sent)
         self.fsdp.drop_buffers()
-        self._finish(self.pending)
         if self.zero == 3 and self.setting.pp > 1:
             self.fsdp.release_whole(self.root)
 
@@ -266,6 +246,8 @@ class _Replay:
                 self._enter(number, value, nbytes)
         own = self.own[(number, index)] = {}
         for name, nbytes in block.events.forward:
+            if block.cast is not None and name == block.cast.before and nbytes:
+                self._keep_output(own, block.cast)
             self._play((number, index), name, nbytes)
         for local, (value, _) in block.outputs.items():
             storage = block.events.outputs[local]
@@ -284,6 +266,14 @@ class _Replay:
             self.readers[(number, value)] -= 1
             self._let_go_unread(number, value)
 
+    def _keep_output(self, own: dict[str, Key], cast: OutputCast) -> None:
+        """Make the output of a pipeline engine's last layer, which takes the oldest one's place."""
+        self.tensors.make(("output", self.num_outputs), cast.nbytes)
+        if cast.source in own:
+            self.tensors.release(own.pop(cast.source))
+        self.tensors.release(("output", self.num_outputs - cast.num_kept))
+        self.num_outputs += 1
+
     def _enter(self, number: int, value: str, nbytes: int) -> None:
         key: Key = (number, "value", value)
         self.tensors.make(key, nbytes)
@@ -292,7 +282,19 @@ class _Replay:
 
     def _let_go_unread(self, number: int, value: str) -> None:
         if self.readers[(number, value)] == 0:
-            self.tensors.release(self.values[(number, value)])
+            key = self.values[(number, value)]
+            if self.reading.get(value, 0) == 0 and self.pipe.sent and not self.pipe.is_sliced:
+                self.sent.setdefault(number, []).append(key)
+            else:
+                self.tensors.release(key)
+
+    def _keep_sent(self, number: int, last: int) -> None:
+        """Name what stays of a stage's output apart, as a second forward makes it again."""
+        own = self.own[(number, last)].values()
+        for place, key in enumerate(self.sent.get(number, ())):
+            if key not in own and key in self.tensors:
+                self.sent[number][place] = ("sent", number, place)
+                self.tensors.rename(key, ("sent", number, place))
 
     def _play(self, place: tuple[int, int], name: str, nbytes: int) -> None:
         """Make a tensor of a block, or let it go."""
@@ -326,6 +328,8 @@ class _Replay:
         for key in [k for k in self.gradients if k[0] == number]:
             if self.gradients[key][1] in part:
                 self.tensors.release(self.gradients.pop(key))
+        for key in (("sent", number), ("received", number), *self.sent.pop(number, ())):
+            self.tensors.release(key)
         self.tensors.release(("reduce input",))
 
     def _backward_of(self, number: int, index: int) -> None:

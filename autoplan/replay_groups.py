@@ -1,12 +1,14 @@
-"""Tensors of a replayed stage by key, and what FSDP gathers and reduces of them."""
+"""Tensors of a replayed stage by key, and what FSDP and DeepSpeed gather and reduce of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autoplan.caching_allocator import Block, CachingAllocator
+from autoplan.flat_partitions import gathered_pieces, reduced_buckets
 from autoplan.liveness import BlockEvents
+from autoplan.optimizers import Optimizer
 from autoplan.resident import uses_fsdp
 from autoplan.settings import Setting, Workload
 
@@ -14,8 +16,10 @@ __all__ = [
     "COMPUTE",
     "GATHER",
     "REDUCE",
+    "FlatPartitions",
     "FsdpGroups",
     "Key",
+    "OutputCast",
     "Parameter",
     "ReplayedBlock",
     "Tensors",
@@ -37,6 +41,23 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutputCast:
+    """The last layer of a pipeline engine, which makes logits wide and keeps them for a while.
+
+    Attributes:
+        before: the tensor that a forward makes next.
+        source: the logits, which go.
+        nbytes: of the wide ones.
+        num_kept: those of so many micro-batches are there, until the next one's are made.
+    """
+
+    before: str
+    source: str
+    nbytes: int
+    num_kept: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedBlock:
     """A call of a stage.
 
@@ -48,6 +69,7 @@ class ReplayedBlock:
         held: inputs that are kept for the backward.
         parameters: those that no earlier call of the stage holds.
         states: name in the chain of each local state.
+        cast: of its output, if it is the last of a pipeline engine's.
     """
 
     events: BlockEvents
@@ -58,6 +80,7 @@ class ReplayedBlock:
     held: frozenset[str]
     parameters: tuple[Parameter, ...]
     states: Mapping[str, str]
+    cast: OutputCast | None = None
 
 
 class Tensors:
@@ -97,6 +120,87 @@ class Tensors:
         """Make a tensor and let it go."""
         self.make(("passing",), nbytes, stream)
         self.release(("passing",))
+
+
+class FlatPartitions:
+    """What DeepSpeed's ZeRO-1 lays flat: parameters, and a rank's share of copies and states.
+
+    Args:
+        tensors: of the stage.
+        parameters: in their order.
+        optimizer: its states.
+        shards: ranks that share them.
+        item_bytes: of an element of the gradients.
+    """
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        parameters: Sequence[Parameter],
+        optimizer: Optimizer,
+        *,
+        shards: int,
+        item_bytes: int,
+    ) -> None:
+        self.tensors = tensors
+        self.parameters = parameters
+        self.optimizer = optimizer
+        self.shards = shards
+        self.item_bytes = item_bytes
+        self.trained = [p for p in parameters if p.is_trained]
+        self.share_bytes = -(-sum(p.stored for p in self.trained) // shards)
+
+    def start(self) -> None:
+        """Make what is there before the first step, beside the memory the model was made in.
+
+        Megatron-LM makes its parameters on the device in the dtype of the computation; ZeRO moves
+        them to the host and brings them back in one tensor (`move_to_cpu`), and what they leave
+        stays with the allocator.
+        """
+        for parameter in self.parameters:
+            self.tensors.make(("made", parameter.name), parameter.gathered)
+        for parameter in self.parameters:
+            self.tensors.release(("made", parameter.name))
+        self.tensors.make(("parameter",), sum(p.gathered for p in self.parameters))
+        self.tensors.make(("copy",), self.share_bytes)
+        self.tensors.make(("grad",), self.share_bytes)
+        for number, nbytes in enumerate(self.optimizer.state_sizes(self.share_bytes)):
+            self.tensors.make(("state", number), nbytes)
+        self.tensors.release(("grad",))
+
+    def step(self) -> None:
+        """Reduce gradients in flat buckets, step on this rank's share, gather parameters."""
+        sizes = [p.gathered // self.item_bytes for p in self.trained]
+        share = -(-sum(sizes) // self.shards)
+        self._beside(reduced_buckets(sizes))
+        self._release_gradients(after=share)
+        # The norm is taken in float64, of what the rank's share holds of each gradient.
+        self.tensors.passing(8 * min(share, max(sizes)))
+        self.tensors.make(("flat",), share * self.item_bytes)
+        self.tensors.make(("grad",), self.share_bytes)
+        self.tensors.release(("flat",))
+        self._release_gradients(after=0)
+        self.tensors.release(("grad",))
+        self._beside(gathered_pieces(sum(sizes), self.shards))
+
+    def _release_gradients(self, after: int) -> None:
+        """Let gradients go that start after so many elements."""
+        start = 0
+        for parameter in self.trained:
+            if start >= after:
+                self.tensors.release(("grad", parameter.name))
+            start += parameter.gathered // self.item_bytes
+
+    def _beside(self, elements: Sequence[int]) -> None:
+        """Make tensors of so many elements all at once and let them go.
+
+        Nothing waits between the collectives that read them, but the host does before it makes
+        anything else: for the first norm, and for the sizes of the next micro-batch.
+        """
+        for number, count in enumerate(elements):
+            self.tensors.make(("beside", number), count * self.item_bytes)
+        for number in range(len(elements)):
+            self.tensors.release(("beside", number))
 
 
 class FsdpGroups:

@@ -9,10 +9,12 @@ from autoplan.block_work import memory_views
 from autoplan.costs import Pricer
 from autoplan.frontiers import Decision
 from autoplan.liveness import block_events
+from autoplan.local import LocalBlock
+from autoplan.losses import logits_bytes, loss_of
 from autoplan.replay import Reserved, replayed
-from autoplan.replay_groups import Parameter, ReplayedBlock
+from autoplan.replay_groups import OutputCast, Parameter, ReplayedBlock
 from autoplan.settings import Setting
-from autoplan.stage_bytes import batch_bytes, standing_bytes
+from autoplan.stage_bytes import batch_bytes, part_bytes, pipe_engine_buffers, standing_bytes
 
 __all__ = ["reserved_memory"]
 
@@ -37,8 +39,13 @@ def reserved_memory(
     spans = [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
     found = []
     for rank in range(setting.pp):
-        own = spans[rank :: setting.pp]
+        stages = range(rank, len(spans), setting.pp)
+        own = [spans[stage] for stage in stages]
         calls = [call for span in own for call in span]
+        parts = [
+            part_bytes(pricer, setting, stage, spans, [decisions[c] for c in spans[stage]])
+            for stage in stages
+        ]
         run = replayed(
             _blocks(pricer, setting, calls, decisions),
             setting,
@@ -47,7 +54,7 @@ def reserved_memory(
             part_sizes=[len(span) for span in own],
             is_expandable=is_expandable,
             capacity_bytes=pricer.cluster.capacity_bytes,
-            is_across=setting.dp * setting.tp > pricer.cluster.gpus_per_node,
+            pipe=pipe_engine_buffers(pricer, setting, parts),
             fixed_bytes=(
                 batch_bytes(pricer.trace, setting),
                 standing_bytes(pricer, calls, decisions, setting),
@@ -75,6 +82,7 @@ def _shared_part(pricer: Pricer, setting: Setting, call: int, decision: Decision
     """Return what is the same for all calls of a class under a decision."""
     base = pricer.base(pricer.trace.calls[call].block, decision, setting.tp)
     local, later, recompute = memory_views(base.local, decision, pricer.workload)
+    loss, num_kept = loss_of(local), pricer.workload.engine.output_buffers
     return ReplayedBlock(
         events=block_events(local, recompute),
         accumulating=block_events(later, recompute, accumulating=True),
@@ -84,7 +92,19 @@ def _shared_part(pricer: Pricer, setting: Setting, call: int, decision: Decision
         held=frozenset((*base.memory.held_inputs, *base.memory.side)),
         parameters=(),
         states={},
+        cast=None
+        if loss is None or not num_kept
+        else OutputCast(
+            before=f"{loss.name}:internal",
+            source=_storage(local, loss.inputs[0]),
+            nbytes=logits_bytes(base.local),
+            num_kept=num_kept,
+        ),
     )
+
+
+def _storage(local: LocalBlock, name: str) -> str:
+    return next((op.storage for op in local.ops if op.name == name), name)
 
 
 def _own_part(

@@ -12,9 +12,9 @@ from autoplan.frontiers import Decision
 from autoplan.graph import Trace
 from autoplan.interleaving import dealt, even_rank_ends, rank_cuts
 from autoplan.plan_prices import plan_price
+from autoplan.search.candidates import NOTHING_FITS, Refinement
 from autoplan.search.columns import KnownStages
 from autoplan.search.evaluate import block_options, stage_costs
-from autoplan.search.mesh import NOTHING_FITS, Refinement
 from autoplan.search.pipeline import relaxed_bound, solve_pipeline
 from autoplan.search.problem import (
     SLOWNESS_UNIT,

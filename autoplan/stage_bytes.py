@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from autoplan.block_work import BlockWork
 from autoplan.costs import Pricer
+from autoplan.flat_partitions import PipeBuffers, pipe_buffers
 from autoplan.frontiers import Decision
 from autoplan.graph import Trace
 from autoplan.losses import logits_bytes
@@ -18,7 +19,9 @@ from autoplan.times import overlaps_communication
 
 __all__ = [
     "batch_bytes",
+    "output_bytes",
     "part_bytes",
+    "pipe_engine_buffers",
     "rank_memory",
     "side_bytes",
     "stage_block",
@@ -133,6 +136,8 @@ def rank_memory(
         blocks += stage_blocks(pricer, calls, own, setting)
         parts.append(part_bytes(pricer, setting, stage, spans, own))
     every = [c for s in range(rank, len(spans), setting.pp) for c in spans[s]]
+    pipe = pipe_engine_buffers(pricer, setting, parts)
+    in_flight = min(setting.pp - rank, setting.num_microbatches)
     return stage_memory(
         blocks,
         setting,
@@ -141,7 +146,10 @@ def rank_memory(
         is_mixed=pricer.workload.mixed_precision != "none",
         is_gloo=not overlaps_communication(pricer.cluster),
         input_bytes=batch_bytes(pricer.trace, setting),
-        standing_bytes=standing_bytes(pricer, every, decisions, setting),
+        standing_bytes=standing_bytes(pricer, every, decisions, setting)
+        + output_bytes(pricer, every, decisions, setting.tp)
+        + pipe.standing
+        + in_flight * (pipe.received + pipe.sent),
         parts=parts,
         reserve=pricer.cluster.reserved_bytes,
         engine=pricer.workload.engine,
@@ -177,22 +185,28 @@ def part_bytes(
     )
 
 
+def pipe_engine_buffers(
+    pricer: Pricer, setting: Setting, parts: Sequence[PartBytes]
+) -> PipeBuffers:
+    """Return what a rank of DeepSpeed's pipeline engine holds at its borders, else nothing."""
+    if not pricer.workload.engine.output_buffers or setting.pp == 1:
+        return PipeBuffers()
+    entering, leaving = (sum(getattr(p, side) for p in parts) for side in ("entering", "leaving"))
+    return pipe_buffers(entering, leaving, setting.tp)
+
+
 def standing_bytes(
     pricer: Pricer, calls: Sequence[int], decisions: Sequence[Decision], setting: Setting
 ) -> int:
     """Return bytes that an engine holds beside a step's tensors, for as long as it trains.
 
-    Tensors that stand for weight gradients, one for each shape, logits in the buffers of a pipeline
-    engine, and what DeepSpeed reduces gradients through and keeps gathered.
+    Tensors that stand for weight gradients, one for each shape, and what DeepSpeed reduces
+    gradients through and keeps gathered.
     """
-    tp = setting.tp
-    engine, last = pricer.workload.engine, calls[-1]
+    engine = pricer.workload.engine
     nbytes = 0
-    if engine.output_buffers:
-        local = pricer.base(pricer.trace.calls[last].block, decisions[last], tp).local
-        nbytes = engine.output_buffers * logits_bytes(local)
     if engine.keeps_stand_ins:
-        nbytes += _stand_in_bytes(pricer, calls, decisions, tp)
+        nbytes += _stand_in_bytes(pricer, calls, decisions, setting.tp)
     if setting.zero_stage > 0:
         nbytes += engine.bucket_elements * _COMPUTED_BYTES
     if setting.zero_stage == 3:
@@ -201,6 +215,18 @@ def standing_bytes(
         live = engine.live_elements * _COMPUTED_BYTES
         nbytes += min(live, sum(group.gathered for group in groups))
     return nbytes
+
+
+def output_bytes(
+    pricer: Pricer, calls: Sequence[int], decisions: Sequence[Decision], tp: int
+) -> int:
+    """Return bytes of the logits that lie in the buffers of a pipeline engine."""
+    count, last = pricer.workload.engine.output_buffers, calls[-1]
+    if not count:
+        return 0
+    return count * logits_bytes(
+        pricer.base(pricer.trace.calls[last].block, decisions[last], tp).local
+    )
 
 
 def _stand_in_bytes(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -46,10 +46,32 @@ def priced(device: DeviceProfile, **options: Any) -> Any:
 
 
 def test_a_profile_gives_what_was_measured_of_the_host() -> None:
+    shipped = load_profile("cpu")
     device = with_host("cpu", op_forward=1e-5, gather=2e-4)
-    assert device.host == HostSeconds(op_forward=1e-5, gather=2e-4)
+    assert device.host == replace(shipped.host, op_forward=1e-5, gather=2e-4)
     assert device.origins[device.origin_by_field["measurements.host.gather.seconds"]] == SOURCE
     assert load_profile("h100").host == HostSeconds()
+    assert with_host("h100", gather=2e-4).host == HostSeconds(gather=2e-4)
+
+
+def test_the_shipped_cpu_profile_has_all_of_the_host_as_measured() -> None:
+    device = load_profile("cpu")
+    for field in fields(HostSeconds):
+        assert 1e-6 < getattr(device.host, field.name) < 1e-2, field.name
+        origin = device.origins[device.origin_by_field[f"measurements.host.{field.name}.seconds"]]
+        assert (origin.kind, origin.torch_version[:4], origin.device) == (
+            "measured", "2.13", device.description,
+        )  # fmt: skip
+
+
+def without_host() -> DeviceProfile:
+    """Return the cpu profile with nothing of the host."""
+    device = load_profile("cpu")
+    return replace(
+        device,
+        measurements={k: v for k, v in device.measurements.items() if not k.startswith("host.")},
+        origin_by_field={k: v for k, v in device.origin_by_field.items() if ".host." not in k},
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,8 +90,9 @@ def test_a_profile_gives_what_was_measured_of_the_host() -> None:
 def test_every_number_makes_the_steps_longer_that_have_it(
     number: str, options: dict[str, Any]
 ) -> None:
-    without = priced(load_profile("cpu"), **options)
-    found = priced(with_host("cpu", **{number: 1e-3}), **options)
+    without = priced(without_host(), **options)
+    numbers = {f"host.{number}.seconds": 1e-3}
+    found = priced(without_host().with_measurements(numbers, "host", SOURCE), **options)
     assert found.step_time_s > without.step_time_s
 
 
