@@ -27,9 +27,12 @@ __all__ = [
     "frontiers_bound",
     "layout_reason",
     "memory_bound",
+    "most_bytes",
     "ops_bound",
+    "static_need",
     "static_reason",
     "strided_states",
+    "unrunnable_reason",
 ]
 
 _TWO_PIECES = Placement(kind="shard", dim=0, outer=2)
@@ -75,15 +78,11 @@ def static_reason(planner: Planner, setting: Setting) -> str | None:
     Parameters and optimizer state must fit, counted in shards that divide by every degree and
     without activations; and the layout must be one that can be run.
     """
-    trace = planner.smallest_trace()
-    unrunnable = layout_reason(planner, setting) or _unlike_reason(planner, setting)
+    unrunnable = unrunnable_reason(planner, setting)
     if unrunnable is not None:
         return unrunnable
-    if setting.offload != "none":
-        return None
-    shards = setting.shards
-    need = _state_bytes(planner, trace) // (shards * setting.tp * setting.pp)
-    capacity = _most_bytes(planner, setting)
+    need = static_need(planner, setting)
+    capacity = most_bytes(planner, setting)
     if need <= capacity:
         return None
     return (
@@ -92,9 +91,22 @@ def static_reason(planner: Planner, setting: Setting) -> str | None:
     )
 
 
-def _state_bytes(planner: Planner, trace: Trace) -> int:
+def unrunnable_reason(planner: Planner, setting: Setting) -> str | None:
+    """Return why no plan of a setting can be run, whatever it takes, or None."""
+    return layout_reason(planner, setting) or _unlike_reason(planner, setting)
+
+
+def static_need(planner: Planner, setting: Setting) -> int:
+    """Return bytes that some device needs for parameters and optimizer states at least."""
+    if setting.offload != "none":
+        return 0
+    return _state_bytes(planner) // (setting.shards * setting.tp * setting.pp)
+
+
+def _state_bytes(planner: Planner) -> int:
     """Return bytes of all parameters and optimizer states, undivided, each once."""
     if planner.state_bytes is None:
+        trace = planner.smallest_trace()
         ratio = planner.workload.parameter_bytes_per_traced_byte
         per_byte = planner.workload.optimizer.state_bytes_per_byte
         canonical = {fqn: group[0] for group in trace.shared for fqn in group}
@@ -119,7 +131,7 @@ def _unlike_reason(planner: Planner, setting: Setting) -> str | None:
     return None
 
 
-def _most_bytes(planner: Planner, setting: Setting) -> int:
+def most_bytes(planner: Planner, setting: Setting) -> int:
     """Return the most bytes that a stage of the setting may use on a device."""
     if not planner.cluster.slower:
         return planner.cluster.capacity_bytes
@@ -157,7 +169,7 @@ def frontiers_bound(planner: Planner, setting: Setting) -> Refinement:
 def _border_bound(planner: Planner, setting: Setting, is_sequence_parallel: bool) -> Refinement:
     least = _least(planner, setting, is_sequence_parallel)
     unit = planner.pricer(setting.microbatch_size).memory_unit
-    capacity = _most_bytes(planner, setting) // unit
+    capacity = most_bytes(planner, setting) // unit
     if least.static > capacity * setting.pp:
         need = least.static * unit // setting.pp
         return Refinement(
