@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autoplan.bounds import layout_reason
+from autoplan.bounds import unrunnable_reason
 from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
 from autoplan.dry_run_result import LayoutNumerics
@@ -210,7 +210,7 @@ def _fastest(
     world = planner.cluster.world_size
     rivals = [s for s in simpler if s.row.fits and s.obeys(planner.pins, planner.limits)]
     for rival in sorted(rivals, key=lambda s: s.row.step_time_s):
-        if rival.setting.world_size == world and layout_reason(planner, rival.setting) is None:
+        if rival.setting.world_size == world and unrunnable_reason(planner, rival.setting) is None:
             found.append(planner.write(rival.setting, rival.ends, rival.decisions, record, rows))
             break
     if not found:
@@ -229,12 +229,12 @@ def _last_resort(
         SearchLimitError: the search was not finished, and it does not fit.
     """
     least = least_memory(planner)
-    unrunnable = layout_reason(planner, least.setting)
+    unrunnable = unrunnable_reason(planner, least.setting)
     if unrunnable is not None:
         raise InfeasibleError(
             f"no setting can be run: {unrunnable}; pin another tp or zero_stage=0"
         )
-    if least.need_bytes <= planner.cluster.total_bytes:
+    if least.excess_bytes <= 0:
         return planner.write(least.setting, least.ends, least.decisions, record, rows)
     if result.status == "infeasible":
         raise infeasible_error(planner, least)

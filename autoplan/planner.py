@@ -20,6 +20,7 @@ from torch import nn
 from autoplan.autocast import check_autocast, choose_precision, dtype_of
 from autoplan.batches import batch_rows
 from autoplan.bounds import (
+    Least,
     blocks_bound,
     frontiers_bound,
     memory_bound,
@@ -30,8 +31,8 @@ from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
 from autoplan.costs import Pricer
 from autoplan.frontiers import Decision, Frontiers
-from autoplan.graph import Trace
-from autoplan.interleaving import alike_run
+from autoplan.graph import ParameterTrace, Trace
+from autoplan.interleaving import Alike, alike_run
 from autoplan.limits import Limits, constraint_texts
 from autoplan.offload import check_offload
 from autoplan.optimizers import Optimizer
@@ -43,7 +44,8 @@ from autoplan.search.candidates import Candidate
 from autoplan.search.forks import by_two, usable_cores
 from autoplan.search.mesh import MeshResult, Progress, search_settings
 from autoplan.search.problem import PipelineSolution
-from autoplan.setting_solver import Posed, pipeline_problem, relaxation_bound, solve_setting
+from autoplan.setting_problem import pipeline_problem
+from autoplan.setting_solver import Posed, relaxation_bound, solve_setting
 from autoplan.settings import (
     NO_LIMITS,
     Setting,
@@ -85,6 +87,7 @@ class Planner:
         workers: processes that trace and search; None: as many as there are cores. Plans do not
             depend on it.
         posed: cache of `autoplan.setting_solver`.
+        least, state_bytes, strided: caches of `autoplan.bounds`.
     """
 
     model: nn.Module
@@ -102,12 +105,16 @@ class Planner:
     _traces: dict[int, Trace] = field(default_factory=dict)
     _exact: MutableMapping[int, Trace] = field(default_factory=dict)
     _pricers: dict[int, Pricer] = field(default_factory=dict)
+    _alike: dict[int, Alike] = field(default_factory=dict)
     ops_bounds: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     unusable: frozenset[tuple[str, str, str]] = frozenset()
     workers: int | None = None
     _elsewhere: set[int] = field(default_factory=set)
     _usable: dict[int, Trace] = field(default_factory=dict)
     posed: dict[tuple[Setting, bool, bool], Posed] = field(default_factory=dict)
+    least: dict[tuple[Setting, bool], Least] = field(default_factory=dict)
+    state_bytes: int | None = None
+    strided: list[ParameterTrace] | None = None
 
     def trace(self, microbatch_size: int) -> Trace:
         """Return the trace for a micro-batch size; sizes above 4 follow from those of 2 and 4."""
@@ -182,6 +189,12 @@ class Planner:
             )
         return self._pricers[microbatch_size]
 
+    def alike_run(self, microbatch_size: int) -> Alike:
+        """Return the run of alike blocks that ranks of several stages are dealt."""
+        if microbatch_size not in self._alike:
+            self._alike[microbatch_size] = alike_run(self.trace(microbatch_size))
+        return self._alike[microbatch_size]
+
     def without(self, options: Collection[tuple[str, str, str]]) -> Planner:
         """Return the same problem without some options: block class, op, axis."""
         unusable = self.unusable | set(options)
@@ -198,6 +211,9 @@ class Planner:
         self._pricers = {}
         self.ops_bounds = {}
         self.posed = {}
+        self.least = {}
+        self.state_bytes = None
+        self.strided = None
 
     def settings(self) -> list[Setting]:
         """Return every setting of the space under the pins.
@@ -214,7 +230,7 @@ class Planner:
                 num_blocks,
                 self.pins,
                 limits=self.limits,
-                num_alike=0 if self.even_cuts else len(alike_run(trace)),
+                num_alike=len(alike_run(trace).calls),
             )
         )
         if not found:
@@ -261,7 +277,6 @@ class Planner:
                     lambda s=setting: memory_bound(self, s),  # type: ignore[misc]
                     lambda s=setting: relaxation_bound(self, s),  # type: ignore[misc]
                 ),
-                waits=setting.virtual_stages > 1,
                 group=(setting.tp, _reference_rows(setting.microbatch_size)),
                 decode=lambda solution, s=setting: self._decided(s, solution),  # type: ignore[misc]
                 solve=lambda cutoff, limit, s=setting: solve_setting(self, s, cutoff, limit),  # type: ignore[misc]
@@ -281,7 +296,7 @@ class Planner:
         self, setting: Setting, solution: PipelineSolution
     ) -> tuple[tuple[int, ...], list[Decision]]:
         """Return stage ends and one decision per call of a solution."""
-        _, per_call = pipeline_problem(self, setting, bool(solution.variant))
+        per_call = pipeline_problem(self, setting, bool(solution.variant)).per_call
         chosen = [
             decisions[option] for decisions, option in zip(per_call, solution.options, strict=True)
         ]

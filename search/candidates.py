@@ -36,7 +36,6 @@ class Candidate:
             each is called at most once.
         infeasible: reason why the setting cannot be, if that is known from the start.
         reason_without: what to say where `solve` finds no solution at all.
-        waits: solve it only once there is an objective to cut it off with, if others are left.
         group: of candidates that share what is computed for them.
         decode: what a solution of the candidate means to the caller.
     """
@@ -48,7 +47,6 @@ class Candidate:
     refinements: tuple[Callable[[], Refinement], ...] = ()
     infeasible: str | None = None
     reason_without: str = NOTHING_FITS
-    waits: bool = False
     group: Hashable = None
     decode: Callable[[PipelineSolution], Any] = lambda solution: None
 

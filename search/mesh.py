@@ -111,13 +111,17 @@ class MeshResult:
 
 @dataclass(slots=True, kw_only=True)
 class _Entry:
-    """What is known of one candidate; `is_settled` once nothing more is to be learned."""
+    """What is known of one candidate.
+
+    `is_settled`: it is the best, or proven not to be. `is_exhausted`: more is not to be learned.
+    """
 
     candidate: Candidate
     bound: int
     slice_s: float
     num_refined: int = 0
     is_settled: bool = False
+    is_exhausted: bool = False
     infeasible: str | None = None
     solution: PipelineSolution | None = None
     wall_time_s: float = 0.0
@@ -152,7 +156,6 @@ class _MeshSearch:
         self.num_refined = 0
         self.num_solved = 0
         self.queue: list[tuple[int, Key, int]] = []
-        self.waiting: list[int] = []
         for index, entry in enumerate(self.entries):
             if not entry.is_settled:
                 self.push(index)
@@ -190,10 +193,6 @@ class _MeshSearch:
         if cutoff is not None and entry.bound >= cutoff:
             entry.is_settled = True
             return
-        is_refined = entry.num_refined == len(entry.candidate.refinements)
-        if is_refined and entry.candidate.waits and self.best is None and self.queue:
-            self.waiting.append(index)
-            return
         started = clock.monotonic()
         try:
             if entry.num_refined < len(entry.candidate.refinements):
@@ -202,12 +201,8 @@ class _MeshSearch:
                 self.solve(index, entry, cutoff)
         finally:
             entry.wall_time_s += clock.monotonic() - started
-            if not entry.is_settled:
+            if not entry.is_settled and not entry.is_exhausted:
                 self.push(index)
-            if self.best is not None or not self.queue:
-                for waiting in self.waiting:
-                    self.push(waiting)
-                self.waiting = []
 
     def call(self, index: int, task: str, *arguments: Any) -> Any:
         """Return what a task of a candidate gives, here or by a worker."""
@@ -269,6 +264,7 @@ class _MeshSearch:
                 entry.bound = max(entry.bound, cutoff)
             return
         entry.bound = max(entry.bound, solution.bound)
+        entry.is_exhausted = solution.is_final
         if solution.status == "unknown":
             return
         if entry.solution is None or solution.objective < entry.solution.objective:
@@ -342,6 +338,8 @@ class _MeshSearch:
         if entry.infeasible is not None:
             return "infeasible", entry.infeasible
         if not entry.is_settled:
+            if entry.is_exhausted:
+                return "unexplored", "what was found is not faster, its bound is"
             return "unexplored", "the search ended before this setting was settled"
         assert self.objective is not None, "settled without a solution, but not infeasible"
         if entry.solution is not None:
