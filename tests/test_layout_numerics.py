@@ -133,7 +133,7 @@ def no_fork(*_: Any) -> Any:
 
 def found_in_a_thread(rank: int, graph: BlockGraph, axes: dict[str, str]) -> tuple[bool, str]:
     """Return whether a right layout is right, and what is said of a wrong one."""
-    multiprocessing.get_context = no_fork
+    multiprocessing.get_context = no_fork  # type: ignore[assignment]
     with autograd_thread():
         right = check_layout_numerics(graph, axes, 2)
         sharded_ops.RowLinear.__call__ = every_rank_adds  # type: ignore[method-assign]
