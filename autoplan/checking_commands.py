@@ -89,6 +89,8 @@ def verify(
         typer.echo(violation)
     if not broken:
         typer.echo("every rule holds")
+    for note in plan.notes:
+        typer.echo(f"note: {note}")
     layouts = _checked_layouts(plan, loaded) if not broken and plan.mesh.tp > 1 else ()
     for one in layouts:
         typer.echo(f"layout {one.layout} of {one.block}: {_verdict(one)}")
@@ -109,6 +111,7 @@ def verify(
     is_wrong = any(one.is_wrong for one in layouts) or not all(one.is_equal for one in twins)
     result = VerifyResult(
         broken=broken,
+        notes=plan.notes,
         layouts=layouts,
         dry_runs=runs,
         twins=twins,
@@ -127,6 +130,7 @@ class VerifyResult:
 
     Attributes:
         broken: rules that the plan breaks.
+        notes: of the plan, what a reader must know.
         layouts: tensor-parallel layouts, each run in this process beside its whole block.
         dry_runs: what ranks would hold; empty where rules are broken or it was left out.
         twins: steps of a small twin beside the single device.
@@ -135,6 +139,7 @@ class VerifyResult:
     """
 
     broken: tuple[str, ...]
+    notes: tuple[str, ...]
     layouts: tuple[LayoutNumerics, ...]
     dry_runs: tuple[DryRun, ...]
     twins: tuple[TwinRun, ...]

@@ -1,8 +1,9 @@
 """A plan as flags or a config of other frameworks, with what they cannot express.
 
-Option names are those of torchtitan's TOML config, Megatron-LM's command line, DeepSpeed's JSON
-config and Hugging Face Accelerate's YAML config, held against their sources and documentation of
-2026. None of these has been run by us.
+Option names are those of torchtitan's TOML config (to release 0.2.2; later ones have configs in
+Python, pytorch/torchtitan#2386), Megatron-LM's command line, DeepSpeed's JSON config and Hugging
+Face Accelerate's YAML config, held against their sources and documentation of 2026. None of these
+has been run by us.
 """
 
 from __future__ import annotations
@@ -92,7 +93,12 @@ def _torchtitan(plan: Plan) -> FrameworkConfig:
     mesh, mode = plan.mesh, _recompute_mode(plan)
     is_sharded = plan.zero_stage >= 1
     reshard = "always" if plan.zero_stage == 3 else "never"
-    missing = [*_marks(plan), *_layouts(plan)]
+    missing = [
+        "releases of torchtitan after 0.2.2, which take no TOML: set the same options of the same "
+        "names in a config function of its model",
+        *_marks(plan),
+        *_layouts(plan),
+    ]
     if plan.zero_stage in (1, 2):
         missing.append(f"ZeRO-{plan.zero_stage} exactly: FSDP2 without resharding after forward")
     lines = [
@@ -148,11 +154,21 @@ def _megatron(plan: Plan) -> FrameworkConfig:
     elif plan.zero_stage == 3 and mesh.pp == 1:
         flags += [
             "--use-megatron-fsdp",
+            "--use-distributed-optimizer",
             "--data-parallel-sharding-strategy optim_grads_params",
             "--no-gradient-accumulation-fusion",
             "--ckpt-format fsdp_dtensor",
             "--init-model-with-meta-device",
         ]
+        # Asserted by validate_args in megatron/training/arguments.py.
+        missing.append(
+            "the environment: Megatron-LM asserts that CUDA_DEVICE_MAX_CONNECTIONS is not 1 beside "
+            "its FSDP, so unset it"
+        )
+        missing.append(
+            "checkpoints of other layouts: Megatron-LM asserts --ckpt-format fsdp_dtensor beside "
+            "its FSDP, so convert what is loaded"
+        )
     elif plan.zero_stage == 3:
         flags.append("--use-distributed-optimizer")
         missing.append("ZeRO-3 beside a pipeline: only the optimizer's state is sharded (ZeRO-1)")

@@ -54,7 +54,7 @@ from autoplan.step_buffers import changed_states
 from autoplan.step_means import Denominator, StepMeans, StepValue, find_denominators
 from autoplan.tensor_parallel import lower_stage, slices_read, stored_placements
 from autoplan.training import global_batch, make_optimizer
-from autoplan.written_inputs import with_own_inputs
+from autoplan.written_inputs import check_writes, with_own_inputs
 
 __all__ = ["write_script"]
 
@@ -109,6 +109,7 @@ class _Script:
         self.device = torch.device("cpu")
         cuts = [[block.call for block in stage.blocks] for stage in plan.stages]
         self.stages = slice_program(program, cuts)
+        check_writes(plan, program)
         self.stored: dict[str, str] = {}
         self.functions: dict[str, str] = {}
         self.objects: dict[str, str] = {}

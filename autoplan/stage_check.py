@@ -11,6 +11,7 @@ from autoplan.program import Program
 from autoplan.schedules import MULTI_STAGE, schedule_actions, unrunnable_split
 from autoplan.stages import StageSlice
 from autoplan.step_buffers import several_changers
+from autoplan.written_inputs import check_writes
 
 __all__ = ["are_separate", "check_schedule", "check_stages"]
 
@@ -69,9 +70,10 @@ def check_stages(
         parameters: the model's names of parameters, shared ones under every name.
 
     Raises:
-        PlanError: a stage has no parameters, two stages change the same buffer, or two stages of
-            one rank share a parameter.
+        PlanError: a stage has no parameters, two stages change the same buffer, two stages of one
+            rank share a parameter, or a write to an input would be lost.
     """
+    check_writes(plan, program)
     owners: dict[str, list[int]] = {}
     for stage in stages:
         states = {fqn for i in stage.calls for fqn in program.calls[i].states}

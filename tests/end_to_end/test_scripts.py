@@ -21,6 +21,8 @@ from autoplan.training import train
 from tests.distributed import run_workers
 from tests.end_to_end.standalone_model import build
 from tests.models_for_tests import GatedNet, mean_square
+from tests.numerics import program_of
+from tests.plans import hand_plan
 
 STEPS = 3
 MODEL = str(Path(__file__).parent / "standalone_model.py")
@@ -98,5 +100,11 @@ def test_configs_of_other_frameworks_say_what_they_cannot_express() -> None:
     assert deepspeed["gradient_accumulation_steps"] == plan.num_microbatches
     assert yaml.safe_load(texts["accelerate"].text)["num_processes"] == 4
     assert any("pp=2" in line for line in texts["accelerate"].missing)
+    assert any("0.2.2" in line for line in texts["torchtitan"].missing)
+    sharded = framework_config(hand_plan(program_of("gpt"), "GPT", dp=2, zero_stage=3), "megatron")
+    assert {"--use-megatron-fsdp \\", "--ckpt-format fsdp_dtensor \\"} <= set(
+        sharded.text.splitlines()
+    )
+    assert any("CUDA_DEVICE_MAX_CONNECTIONS is not 1" in line for line in sharded.missing)
     with pytest.raises(ValueError, match="allowed are torchtitan, megatron"):
         framework_config(plan, "alpa")
