@@ -36,7 +36,7 @@ from autoplan.limits import Limits, constraint_texts
 from autoplan.offload import check_offload
 from autoplan.optimizers import Optimizer
 from autoplan.plan import Plan, SearchRecord, Simpler
-from autoplan.plan_prices import plan_price
+from autoplan.plan_prices import plan_lookups, plan_price
 from autoplan.plan_writer import write_plan
 from autoplan.scaling import interpolate
 from autoplan.search.mesh import Candidate, MeshResult, Progress, search_settings
@@ -278,7 +278,7 @@ class Planner:
             search=search,
             simpler=simpler,
             model_name=self.name,
-            lookups=dict(self.tally.counts),
+            lookups=plan_lookups(pricer, setting, ends, decisions),
         )
         return replace(plan, attached=(self.batch, self.loss_fn))
 
