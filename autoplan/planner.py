@@ -37,7 +37,7 @@ from autoplan.limits import Limits, constraint_texts
 from autoplan.offload import check_offload
 from autoplan.optimizers import Optimizer
 from autoplan.plan import Plan, SearchRecord, Simpler
-from autoplan.plan_prices import plan_price
+from autoplan.plan_prices import plan_lookups, plan_price
 from autoplan.plan_writer import write_plan
 from autoplan.scaling import interpolate
 from autoplan.search.candidates import Candidate
@@ -315,7 +315,7 @@ class Planner:
         if setting.tp > 1 and setting.microbatch_size in self._elsewhere:
             self._capture(setting.microbatch_size)  # whose program its layouts are checked by
             self._elsewhere.remove(setting.microbatch_size)
-        pricer = self.pricer(setting.microbatch_size).afresh(exact)
+        pricer = self.pricer(setting.microbatch_size).of(exact)
         price = plan_price(pricer, setting, ends, decisions)
         plan = write_plan(
             trace=exact,
@@ -327,7 +327,7 @@ class Planner:
             search=search,
             simpler=simpler,
             model_name=self.name,
-            lookups=dict(pricer.tally.counts),
+            lookups=plan_lookups(pricer, setting, ends, decisions),
         )
         return replace(plan, attached=(self.batch, self.loss_fn))
 
