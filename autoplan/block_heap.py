@@ -9,12 +9,17 @@ Event = tuple[str, int]
 
 
 class Heap:
-    """Live bytes by owner, with their peak; `events` is filled where it is a list."""
+    """Live bytes by owner, with their peak; `events` is filled where it is a list.
+
+    `held_peak` is the peak where what `drop` lets go as held by others stays.
+    """
 
     def __init__(self, events: list[Event] | None = None) -> None:
         self.live: dict[str, int] = {}
         self.total = 0
         self.peak = 0
+        self.held = 0
+        self.held_peak = 0
         self.events = events
 
     def add(self, name: str, nbytes: int) -> None:
@@ -22,17 +27,23 @@ class Heap:
             return
         self.live[name] = nbytes
         self.total += nbytes
-        self.peak = max(self.peak, self.total)
+        self._note(self.total)
         if self.events is not None:
             self.events.append((name, nbytes))
 
-    def drop(self, name: str) -> None:
+    def drop(self, name: str, *, is_held: bool = False) -> None:
         if self.events is not None and name in self.live:
             self.events.append((name, 0))
-        self.total -= self.live.pop(name, 0)
+        nbytes = self.live.pop(name, 0)
+        self.total -= nbytes
+        self.held += nbytes if is_held else 0
+
+    def _note(self, total: int) -> None:
+        self.peak = max(self.peak, total)
+        self.held_peak = max(self.held_peak, total + self.held)
 
     def transient(self, nbytes: int) -> None:
-        self.peak = max(self.peak, self.total + nbytes)
+        self._note(self.total + nbytes)
         if self.events is not None and nbytes:
             self.events += [("transient", nbytes), ("transient", 0)]
 

@@ -7,6 +7,7 @@ is in `call_prices`, bytes of stages in `stage_bytes`, whole plans in `plan_pric
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -63,8 +64,10 @@ class Pricer:
     _held: list[frozenset[str]] | None = None
     _by_device: dict[str, Pricer] = field(default_factory=dict)
 
-    def afresh(self, trace: Trace) -> Pricer:
-        """Return a pricer of another trace of the model, which has looked nothing up yet."""
+    def of(self, trace: Trace) -> Pricer:
+        """Return the pricer of another trace of the model; itself for its own."""
+        if self.trace is trace:
+            return self
         return Pricer(
             trace=trace, cluster=self.cluster, workload=self.workload, recompute=self.recompute
         )
@@ -139,11 +142,22 @@ class Pricer:
         """Return the timer of a tensor-parallel degree; glue multiplies in the trace's dtype."""
         key = (tp, is_glue)
         if key not in self._timers:
-            dtype = None if is_glue else self.workload.product_dtype
-            self._timers[key] = Timer(
-                self.cluster, tp, self.tally, dtype, self.workload.attention_kernel
-            )
+            self._timers[key] = self._new_timer(tp, is_glue, self.tally)
         return self._timers[key]
+
+    def _new_timer(self, tp: int, is_glue: bool, tally: Tally) -> Timer:
+        dtype = None if is_glue else self.workload.product_dtype
+        return Timer(self.cluster, tp, tally, dtype, self.workload.attention_kernel)
+
+    def lookups(self, block: int, decision: Decision, tp: int) -> Counter[str]:
+        """Return how the times of a block's ops are found, forward and backward each."""
+        tally = Tally()
+        is_glue = self.trace.blocks[block].is_glue
+        timer = self._new_timer(tp, is_glue, tally)
+        for op in self.base(block, decision, tp).local.ops:
+            if op.op is not None:
+                timer.traced_time(op.op, op.option)
+        return tally.counts
 
     def base(self, block: int, decision: Decision, tp: int) -> BlockWork:
         """Return what a decision costs by itself."""

@@ -16,10 +16,20 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from autoplan.graph import Trace
-from autoplan.search.problem import BlockOption, PipelineSolution
+from autoplan.search.paces import PacedRank, paced_options
+from autoplan.search.problem import BlockOption, PipelineProblem, PipelineSolution
 from autoplan.stage_ends import holders
 
-__all__ = ["Alike", "Counts", "alike_run", "dealt", "even_counts", "rank_ends", "stage_counts"]
+__all__ = [
+    "Alike",
+    "Counts",
+    "alike_run",
+    "dealt",
+    "even_counts",
+    "paced",
+    "rank_ends",
+    "stage_counts",
+]
 
 Counts = tuple[tuple[int, ...], ...]
 """Alike blocks per rank and stage of it."""
@@ -204,6 +214,56 @@ def dealt(
         counts: alike blocks of each stage.
     """
     run = alike.calls
+    shares = _shares(alike, per_call, solution, counts)
+    return _by_stage(run, solution, _deal(shares))
+
+
+def paced(
+    alike: Alike,
+    per_call: Sequence[Sequence[BlockOption]],
+    problem: PipelineProblem,
+    solution: PipelineSolution,
+    counts: Counts,
+) -> PipelineSolution | None:
+    """Return a solution by stages under common paces that is no dearer once a step, or None.
+
+    Calls beside the alike blocks stay as they are, and so do the limits of what blocks work in.
+
+    Args:
+        alike: the blocks whose options are chosen anew.
+        per_call: the options of each call.
+        problem: by ranks, whose memory is kept to.
+        solution: of it.
+        counts: alike blocks of each stage.
+    """
+    run, options = alike.calls, per_call[alike.calls.start]
+    chosen = [own[index] for own, index in zip(per_call, solution.options, strict=True)]
+    once = max(chosen[c].once for c in run)
+    working = max(option.working for option in chosen)
+    usable = [
+        i for i, option in enumerate(options) if option.once <= once and option.working <= working
+    ]
+    ranks = []
+    shares = _shares(alike, per_call, solution, counts)
+    for rank, (start, end) in enumerate(pairwise((0, *solution.ends))):
+        live = problem.live[rank]
+        beside = [chosen[c] for c in range(start, end) if c not in run]
+        held = sum(option.static + live * option.kept for option in beside)
+        room = problem.capacity[rank] - problem.fixed[rank] - held - working
+        ranks.append(
+            PacedRank(sizes=counts[rank], load=tuple(shares[rank].load), live=live, room=room)
+        )
+    found = paced_options(options, usable, ranks)
+    return None if found is None else _by_stage(run, solution, found)
+
+
+def _shares(
+    alike: Alike,
+    per_call: Sequence[Sequence[BlockOption]],
+    solution: PipelineSolution,
+    counts: Counts,
+) -> list[_Share]:
+    run = alike.calls
     chosen = [own[index] for own, index in zip(per_call, solution.options, strict=True)]
     times = [option.forward + option.backward for option in chosen]
     shares = []
@@ -212,13 +272,18 @@ def dealt(
         load = [0] * len(counts[rank])
         load[0] += sum(times[: run.start]) * (rank == 0)
         load[-1] += sum(times[run.stop :]) * (rank == len(counts) - 1)
-        shares.append(
-            _Share(blocks=tuple(sorted(own, reverse=True)), load=load, sizes=counts[rank])
-        )
-    stages = _deal(shares)
+        blocks = tuple(sorted(own, reverse=True))
+        shares.append(_Share(blocks=blocks, load=load, sizes=counts[rank]))
+    return shares
+
+
+def _by_stage(
+    run: range, solution: PipelineSolution, stages: Sequence[Sequence[Sequence[int]]]
+) -> PipelineSolution:
+    """Return a solution whose stages have these options, given per rank and stage of it."""
     options = list(solution.options[: run.start])
     ends = []
-    for chunk in range(len(counts[0])):
+    for chunk in range(len(stages[0])):
         for own_stages in stages:
             options += own_stages[chunk]
             ends.append(len(options))

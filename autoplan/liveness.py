@@ -125,6 +125,7 @@ def _walked(
         held_inputs=tuple(n for n in inputs if n in held_inputs),
         held_outputs=tuple(n for n in local.outputs if _storage(local, n) in kept),
         held_output_bytes=sum(b for n, b in kept.items() if n in outputs),
+        sent_backward_peak=backward.held_peak,
     )
     return memory, kept, gradients
 
@@ -303,6 +304,7 @@ def _backward(
             heap.add(name, nbytes)
         _drop_unneeded(local, heap, set(kept) | set(inputs))
     uses = _saved_uses(local)
+    outputs = {_storage(local, name) for name in local.outputs}
     held = set(inputs) | (set(kept) if region else set())
     sizes = {op.name: op.value_bytes for op in local.ops}
     made = 0
@@ -337,7 +339,7 @@ def _backward(
             uses[owner] -= 1
             is_over = uses[owner] == 0 or fetched is not None
             if is_over and owner not in held:
-                heap.drop(owner)
+                heap.drop(owner, is_held=owner in outputs)
     return made, gradients
 
 

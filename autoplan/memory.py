@@ -88,6 +88,7 @@ def stage_memory(
     walk = StageWalk(blocks, setting, optimizer, is_mixed, is_gloo, engine, parts)
     walk.fixed = input_bytes + receive_buffer_bytes(parts, setting, stage)
     walk.standing = standing_bytes
+    walk.held_after = held_send_after(setting, stage)
     walk.run(stage_actions(setting, stage))
     by_category = {**walk.peak_parts, "reserve": reserve}
     return StageMemory(
@@ -114,12 +115,27 @@ def memory_samples(
     """
     walk = StageWalk(blocks, setting, optimizer, is_mixed, is_gloo, AUTOPLAN, parts)
     walk.fixed = input_bytes + receive_buffer_bytes(parts, setting, stage)
+    walk.held_after = held_send_after(setting, stage)
     last = {part: index for index, (kind, part) in enumerate(actions) if kind in "BW"}
     walk.run([(kind, index == last[part], part) for index, (kind, part) in enumerate(actions)])
     return tuple(
         MemorySample(action=action, block=block, nbytes=nbytes)
         for (action, block), nbytes in walk.samples.items()
     )
+
+
+def held_send_after(setting: Setting, stage: int) -> int:
+    """Return after how many backwards a rank holds an output whose micro-batch is done; 0: never.
+
+    The last send of a warm-up is waited for again after the last forward only (torch,
+    `Schedule1F1B._step_microbatches`, `send_work`), and a send holds its tensor. Where the schedule
+    is long enough for that to come on top of all micro-batches in flight, it counts from the first
+    backward on, since the actions that repeat themselves are left out.
+    """
+    if setting.schedule != "1f1b":
+        return 0
+    warm_up = setting.live()[stage]
+    return 1 if warm_up >= 2 and 2 * warm_up - 1 <= setting.num_microbatches else 0
 
 
 def receive_buffer_bytes(parts: Sequence[PartBytes], setting: Setting, stage: int) -> int:

@@ -21,6 +21,7 @@ from autoplan.plan import Plan, SearchRecord, Simpler
 from autoplan.planner import Planner, make_planner
 from autoplan.reasons import Question
 from autoplan.remedies import infeasible_error, least_memory
+from autoplan.search.forks import Beside
 from autoplan.search.mesh import MeshResult, Progress
 from autoplan.settings import check_pins
 from autoplan.simple import Strategy, simple_strategies
@@ -198,8 +199,18 @@ def _fastest(
     The candidates are what the search found, the fastest simple strategy that fits on all devices,
     and, where neither is there, the plan of least memory. Each is priced exactly.
     """
-    result, settings = planner.search(time_limit_s=time_limit_s, progress=progress)
-    simpler = simple_strategies(planner) if compare else ()
+    planner.trace_ahead()
+
+    def compared() -> tuple[Strategy, ...]:
+        return simple_strategies(planner) if compare else ()
+
+    beside = Beside(compared) if compare and planner.wants_processes() else None
+    try:
+        result, settings = planner.search(time_limit_s=time_limit_s, progress=progress)
+        simpler = compared() if beside is None else beside.result()
+    finally:
+        if beside is not None:
+            beside.end()
     rows = tuple(s.row for s in simpler)
     record = _record(planner, result)
     found: list[Plan] = []

@@ -154,8 +154,8 @@ class Predicted:
         stage_time_s: likewise, forward plus backward of one micro-batch in all its stages.
         time_by_category: of the step, seconds by category.
         capacity_bytes: Device_Memory that every peak was held against.
-        lookups: how many look-ups behind the price were measured, interpolated, extrapolated,
-            roofline; blocks of a class that run alike are looked up once.
+        lookups: how many kernels of one micro-batch have a time that was measured, interpolated,
+            extrapolated or from the roofline; every call counts, forward and backward.
         host_bytes: per stage, bytes of a rank's shards in host memory; empty without offload.
     """
 

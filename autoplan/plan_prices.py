@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from autoplan.settings import Setting
 from autoplan.stage_bytes import rank_memory
 from autoplan.step_costs import pipeline_step_s
 
-__all__ = ["PlanPrice", "plan_price"]
+__all__ = ["PlanPrice", "plan_lookups", "plan_price"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,28 @@ def plan_price(
         time_by_category=totals,
         memory=tuple(memories),
     )
+
+
+def plan_lookups(
+    pricer: Pricer, setting: Setting, ends: Sequence[int], decisions: Sequence[Decision]
+) -> dict[str, int]:
+    """Return how the times of the kernels of one micro-batch were found, and of how many each.
+
+    Every call of every op counts, forward and backward by their kernels; an op that was measured
+    itself counts once for each. Views, collectives and what is recomputed are left out.
+    """
+    counts: Counter[str] = Counter()
+    stages = zip((0, *ends), ends, strict=False)
+    calls = ((stage, call) for stage, (a, b) in enumerate(stages) for call in range(a, b))
+    found: dict[tuple[object, ...], Counter[str]] = {}
+    for stage, call in calls:
+        own = pricer.on_stage(setting, stage % setting.pp)
+        block, decision = pricer.trace.calls[call].block, decisions[call]
+        key = (own.cluster.device.name, block, decision.key)
+        if key not in found:
+            found[key] = own.lookups(block, decision, setting.tp)
+        counts += found[key]
+    return dict(sorted(counts.items()))
 
 
 def _weights_s(

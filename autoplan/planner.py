@@ -37,7 +37,7 @@ from autoplan.limits import Limits, constraint_texts
 from autoplan.offload import check_offload
 from autoplan.optimizers import Optimizer
 from autoplan.plan import Plan, SearchRecord, Simpler
-from autoplan.plan_prices import plan_price
+from autoplan.plan_prices import plan_lookups, plan_price
 from autoplan.plan_writer import write_plan
 from autoplan.scaling import interpolate
 from autoplan.search.candidates import Candidate
@@ -151,17 +151,21 @@ class Planner:
             backend="cpu" if self.cluster.is_cpu else "cuda",
         )
 
-    def _trace_ahead(self, settings: Sequence[Setting]) -> None:
-        """Trace the sizes that settings need; a model that is traced at once needs no processes."""
-        sizes = {setting.microbatch_size for setting in settings}
+    def trace_ahead(self) -> None:
+        """Trace the sizes that the settings need, by two processes if they are worth it."""
+        sizes = {setting.microbatch_size for setting in self.settings()}
         exact = {size for size in sizes if size <= _TRACED_ROWS[1]}
         missing = sorted(exact.union(_TRACED_ROWS if exact != sizes else ()) - self._exact.keys())
-        if self.num_workers() > 1 and self.trace_time_s > _WORTH_A_PROCESS_S:
+        if self.wants_processes():
             start = time.perf_counter()
             traces, elsewhere = by_two(self._capture, missing)
             self._exact.update(traces)
             self._elsewhere.update(elsewhere)
             self.trace_time_s += time.perf_counter() - start
+
+    def wants_processes(self) -> bool:
+        """Return whether there are several, and the model takes so long that they are worth it."""
+        return self.num_workers() > 1 and self.trace_time_s > _WORTH_A_PROCESS_S
 
     def num_workers(self) -> int:
         """Return how many processes may work at once."""
@@ -264,7 +268,6 @@ class Planner:
     ) -> tuple[MeshResult, dict[str, Setting]]:
         """Return the result of the search over all settings, and the settings by name."""
         settings = {str(s): s for s in self.settings()}
-        self._trace_ahead(list(settings.values()))
         candidates = [
             Candidate(
                 name=name,
@@ -315,7 +318,7 @@ class Planner:
         if setting.tp > 1 and setting.microbatch_size in self._elsewhere:
             self._capture(setting.microbatch_size)  # whose program its layouts are checked by
             self._elsewhere.remove(setting.microbatch_size)
-        pricer = self.pricer(setting.microbatch_size).afresh(exact)
+        pricer = self.pricer(setting.microbatch_size).of(exact)
         price = plan_price(pricer, setting, ends, decisions)
         plan = write_plan(
             trace=exact,
@@ -327,7 +330,7 @@ class Planner:
             search=search,
             simpler=simpler,
             model_name=self.name,
-            lookups=dict(pricer.tally.counts),
+            lookups=plan_lookups(pricer, setting, ends, decisions),
         )
         return replace(plan, attached=(self.batch, self.loss_fn))
 

@@ -85,7 +85,8 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield table([("strategy", "step time", "of the plan's", "peak", "fits"), *_simpler(plan)])
     yield ""
     looked = ", ".join(f"{n} {how}" for how, n in predicted.lookups.items())
-    yield f"Predicted with profile {plan.provenance.get('profile', 'unknown')}; look-ups: {looked}"
+    profile = plan.provenance.get("profile", "unknown")
+    yield f"Predicted with profile {profile}; kernels of a micro-batch: {looked}"
     for note in plan.notes:
         yield f"Note: {note}"
 

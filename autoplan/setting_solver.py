@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autoplan.interleaving import dealt
+from autoplan.interleaving import dealt, paced
 from autoplan.plan_prices import plan_price
 from autoplan.search.candidates import NOTHING_FITS, Refinement
 from autoplan.search.columns import KnownStages
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Posed", "relaxation_bound", "solve_setting"]
 
 _MAX_REPAIRS = 8
-_DEALT = 2**-10  # by which a step may be longer for how blocks are dealt and count as proven
+_DEALT = 0.005  # by which stages may make a step longer than ranks' shares: what a cover loses too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,30 +135,49 @@ def _repaired(
     """Return a solution that fits exactly, or one without options, and if that came at once."""
     pricer, asked = planner.pricer(setting.microbatch_size), posed.asked
     problem = replace(asked.problem, capacity=capacity)
+    totals = [cluster.total_bytes for cluster in stage_clusters(planner.cluster, setting)]
     for attempt in range(_MAX_REPAIRS):
-        by_rank = solution = _solved(setting, problem, cutoff, time_limit_s, posed.known)
-        if not solution.options:
-            return solution, attempt == 0
-        if setting.virtual_stages > 1:
-            solution = dealt(
-                planner.alike_run(setting.microbatch_size), asked.options, by_rank, asked.counts
-            )
-        chosen = [d[o] for d, o in zip(asked.per_call, solution.options, strict=True)]
-        price = plan_price(pricer, setting, solution.ends, chosen)
-        totals = [cluster.total_bytes for cluster in stage_clusters(planner.cluster, setting)]
-        excess = [m.peak - total for m, total in zip(price.memory, totals, strict=True)]
-        if max(excess) <= 0:
+        found = _solved(setting, problem, cutoff, time_limit_s, posed.known)
+        if not found.options:
+            return found, attempt == 0
+        excess: list[int] = []
+        fitting = []
+        for solution in _by_stage(planner, setting, asked, problem, found):
+            chosen = [d[o] for d, o in zip(asked.per_call, solution.options, strict=True)]
+            price = plan_price(pricer, setting, solution.ends, chosen)
+            over = [m.peak - total for m, total in zip(price.memory, totals, strict=True)]
+            if max(over) <= 0:
+                fitting.append((price.step_time_s, solution))
+            excess = excess or over
+        if fitting:
+            step_time_s, solution = min(fitting, key=lambda one: one[0])
             if setting.virtual_stages > 1:
-                solution = _as_dealt(solution, price.step_time_s, cutoff)
+                solution = _as_dealt(solution, step_time_s, cutoff)
             return solution, False
         # Below what this answer takes by the linear memory, or the same answer would come again.
-        linear = [cost.memory for cost in stage_costs(problem, by_rank.ends, by_rank.options)]
+        linear = [cost.memory for cost in stage_costs(problem, found.ends, found.options)]
         capacity = tuple(
             used - -(-over // pricer.memory_unit) if over > 0 else room
             for room, used, over in zip(problem.capacity, linear, excess, strict=True)
         )
         problem = replace(problem, capacity=capacity)
     return _without(cutoff), False
+
+
+def _by_stage(
+    planner: Planner,
+    setting: Setting,
+    asked: SettingProblem,
+    problem: PipelineProblem,
+    solution: PipelineSolution,
+) -> list[PipelineSolution]:
+    """Return a solution of ranks' shares as solutions by stages, those as it was solved first."""
+    if setting.virtual_stages == 1:
+        return [solution]
+    alike = planner.alike_run(setting.microbatch_size)
+    own = paced(alike, asked.options, problem, solution, asked.counts)
+    as_solved = dealt(alike, asked.options, solution, asked.counts)
+    return [as_solved] if own is None else [as_solved, own]
 
 
 def _without(cutoff: int | None) -> PipelineSolution:
@@ -173,7 +192,7 @@ def _as_dealt(
 ) -> PipelineSolution:
     """Return a solution with the time that its stages, as they were dealt, really take.
 
-    Its bound stays that of the ranks' shares, unless the two differ by no more than grains do.
+    Its bound stays that of the ranks' shares, unless the two differ by no more than a cover does.
     """
     objective = max(solution.objective, to_ticks(step_time_s))
     is_proven = solution.status == "optimal" and objective <= solution.bound * (1 + _DEALT)

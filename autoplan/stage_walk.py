@@ -76,7 +76,7 @@ class StageWalk:
         self.compute = {k: sum(g.gathered for g in v) for k, v in groups.items()}
         self.grads = {k: sum(g.gathered_grads for g in v) for k, v in groups.items()}
         self.whole = {k: sum(g.trained for g in v) for k, v in groups.items()}
-        self.fixed = self.standing = 0
+        self.fixed = self.standing = self.held_after = 0
         self.activations = 0
         self.gathered: dict[int, int] = {}
         self.buffers: dict[int, int] = {}
@@ -130,6 +130,7 @@ class StageWalk:
 
     def run(self, actions: Sequence[tuple[str, bool, int]]) -> None:
         """Walk the actions, the last reductions, and the optimizer step."""
+        backwards = 0
         for number, (kind, is_last, part) in enumerate(actions):
             self._enter(part)
             self.at = (number, self.part[0] if kind == "F" else self.part[-1])
@@ -139,8 +140,11 @@ class StageWalk:
                 self._input_backward()
             else:
                 self._backward(is_last, self.part)
+                backwards += 1
+                self.fixed += self.leaving if backwards == self.held_after else 0
             self.at = (number, None)
             self.note("between micro-batches")
+        self.fixed -= self.leaving if 0 < self.held_after <= backwards else 0
         self.at = (len(actions), None)
         if self.wrapped and self.zero <= 1 and self.is_pipeline:
             for group in self.order:
@@ -258,7 +262,9 @@ class StageWalk:
         seen = f"grads of {index}"
         adds_up = block.is_glue and seen in self._marks
         memory = block.memory if is_first and not adds_up else block.accumulating
-        self.note(f"backward of block {index}", memory.backward_peak - memory.kept)
+        is_sent = self.leaving > 0 and index == self.part[-1]
+        peak = max(memory.backward_peak, memory.sent_backward_peak if is_sent else 0)
+        self.note(f"backward of block {index}", peak - memory.kept)
         self.activations -= block.own_kept
         if self.setting.schedule == "zero_bubble":
             self.activations -= block.deferred_bytes

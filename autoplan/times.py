@@ -132,7 +132,7 @@ class Timer:
         key = (id(op), signature if measured else option.gemm_dim, option.is_split)
         if key not in self._times:
             if measured is not None:
-                self.tally.counts["measured"] += 1
+                self.tally.counts["measured"] += 1 + op.needs_grad
                 found = OpTime(forward_s=measured.forward_s, backward_s=measured.backward_s)
             else:
                 found = self._with_host(self._new_time(op, option.gemm_dim, option.is_split), op)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.interleaving import Alike, Counts, dealt, even_counts, rank_ends
@@ -21,6 +21,7 @@ def pace(counts: Counts, before: float, after: float) -> float:
     return sum(longest)
 
 
+@settings(deadline=None)
 @given(
     pp=st.integers(1, 6),
     num_chunks=st.integers(2, 5),
@@ -64,6 +65,7 @@ OPTIONS = tuple(
 )
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_ranks_deal_out_what_they_chose_and_slow_blocks_meet(data: st.DataObject) -> None:
     alike = Alike(calls=range(1, 13), num_calls=14, least=(1, 1))

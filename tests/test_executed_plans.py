@@ -26,7 +26,7 @@ CASE = Case(
     model="cnn",
     world_size=2,
     options={
-        "dp": 1, "tp": 1, "pp": 2, "zero_stage": 0, "microbatch_size": 4, "recompute": "none",
+        "dp": 1, "tp": 1, "pp": 2, "zero_stage": 0, "microbatch_size": 1, "recompute": "none",
     },
 )  # fmt: skip
 

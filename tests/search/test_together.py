@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 
 from autoplan.search.exhaustive import best_pipeline
 from autoplan.search.problem import BlockOption, PipelineProblem, Run
@@ -19,6 +19,7 @@ def bound_of(problem: PipelineProblem) -> int | None:
     )
 
 
+@settings(deadline=None)
 @given(problem=pipeline_problems())
 def test_no_pipeline_is_below_the_bound(problem: PipelineProblem) -> None:
     best, bound = best_pipeline(problem), bound_of(problem)
