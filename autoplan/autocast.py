@@ -25,6 +25,7 @@ __all__ = [
     "around_step",
     "bare",
     "check_autocast",
+    "choose_precision",
     "dtype_of",
     "in_autocast",
     "is_cast",
@@ -134,3 +135,19 @@ class InAutocast:
 def bare(op: Op) -> Op:
     """Return `op` without the autocast region around it."""
     return replace(op, target=op.target.inner) if isinstance(op.target, InAutocast) else op
+
+
+def choose_precision(model: nn.Module, wanted: str, is_gpu: bool) -> Any:
+    """Return the precision: `auto` trains a bfloat16 model with float32 master parameters."""
+    if wanted not in ("auto", "none", "bfloat16"):
+        raise ValueError(f"mixed_precision={wanted!r}; allowed are auto, none, bfloat16")
+    dtypes = {p.dtype for p in model.parameters()}
+    if wanted == "auto":
+        return "bfloat16" if is_gpu and dtypes == {torch.bfloat16} else "none"
+    if wanted == "bfloat16" and dtypes != {torch.bfloat16}:
+        raise ValueError(
+            "mixed_precision='bfloat16' plans a model built in bfloat16 with float32 master "
+            f"parameters; this one has {', '.join(sorted(map(str, dtypes)))}: build it on the meta "
+            "device in bfloat16 for planning"
+        )
+    return wanted

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autoplan.frontiers import fastest_ops_s
 from autoplan.graph import ParameterTrace, Placement, Trace
+from autoplan.interleaving import stage_counts
 from autoplan.layout_check import fsdp_can_slice
-from autoplan.schedules import enough_rounds, in_flight
-from autoplan.search.mesh import Refinement
+from autoplan.search.candidates import Refinement
+from autoplan.search.problem import Run
+from autoplan.search.together import together_bound
 from autoplan.search_options import alike, block_option, least_option
+from autoplan.setting_problem import borders_s
 from autoplan.settings import Setting
 from autoplan.units import TICK_S, format_bytes
 
@@ -18,13 +22,17 @@ if TYPE_CHECKING:
     from autoplan.planner import Planner
 
 __all__ = [
+    "Least",
     "blocks_bound",
     "frontiers_bound",
     "layout_reason",
     "memory_bound",
+    "most_bytes",
     "ops_bound",
+    "static_need",
     "static_reason",
     "strided_states",
+    "unrunnable_reason",
 ]
 
 _TWO_PIECES = Placement(kind="shard", dim=0, outer=2)
@@ -56,7 +64,9 @@ def _step(setting: Setting, total: float, slowest: float) -> float:
 def layout_reason(planner: Planner, setting: Setting) -> str | None:
     """Return why FSDP cannot slice what tensor parallelism stores under a setting, or None."""
     if setting.tp > 1 and setting.dp > 1 and setting.zero_stage > 0:
-        for state in strided_states(planner.smallest_trace()):
+        if planner.strided is None:
+            planner.strided = strided_states(planner.smallest_trace())
+        for state in planner.strided:
             if not fsdp_can_slice(state.shape, _TWO_PIECES, setting.dp_shard):
                 return f"FSDP over {setting.dp_shard} ranks cannot slice {state.fqn} beside tp"
     return None
@@ -68,22 +78,11 @@ def static_reason(planner: Planner, setting: Setting) -> str | None:
     Parameters and optimizer state must fit, counted in shards that divide by every degree and
     without activations; and the layout must be one that can be run.
     """
-    trace = planner.smallest_trace()
-    unrunnable = layout_reason(planner, setting) or _unlike_reason(planner, setting)
+    unrunnable = unrunnable_reason(planner, setting)
     if unrunnable is not None:
         return unrunnable
-    if setting.offload != "none":
-        return None
-    ratio = planner.workload.parameter_bytes_per_traced_byte
-    canonical = {fqn: group[0] for group in trace.shared for fqn in group}
-    sizes: dict[str, int] = {}
-    for call in trace.calls:
-        for state, fqn in zip(trace.blocks[call.block].states, call.states, strict=True):
-            factor = 1 + planner.workload.optimizer.state_bytes_per_byte * state.is_trained
-            sizes[canonical.get(fqn, fqn)] = int(state.nbytes * ratio * factor)
-    shards = setting.shards
-    need = sum(sizes.values()) // (shards * setting.tp * setting.pp)
-    capacity = _most_bytes(planner, setting)
+    need = static_need(planner, setting)
+    capacity = most_bytes(planner, setting)
     if need <= capacity:
         return None
     return (
@@ -92,8 +91,38 @@ def static_reason(planner: Planner, setting: Setting) -> str | None:
     )
 
 
+def unrunnable_reason(planner: Planner, setting: Setting) -> str | None:
+    """Return why no plan of a setting can be run, whatever it takes, or None."""
+    return layout_reason(planner, setting) or _unlike_reason(planner, setting)
+
+
+def static_need(planner: Planner, setting: Setting) -> int:
+    """Return bytes that some device needs for parameters and optimizer states at least."""
+    if setting.offload != "none":
+        return 0
+    return _state_bytes(planner) // (setting.shards * setting.tp * setting.pp)
+
+
+def _state_bytes(planner: Planner) -> int:
+    """Return bytes of all parameters and optimizer states, undivided, each once."""
+    if planner.state_bytes is None:
+        trace = planner.smallest_trace()
+        ratio = planner.workload.parameter_bytes_per_traced_byte
+        per_byte = planner.workload.optimizer.state_bytes_per_byte
+        canonical = {fqn: group[0] for group in trace.shared for fqn in group}
+        sizes: dict[str, int] = {}
+        for call in trace.calls:
+            for state, fqn in zip(trace.blocks[call.block].states, call.states, strict=True):
+                factor = 1 + per_byte * state.is_trained
+                sizes[canonical.get(fqn, fqn)] = int(state.nbytes * ratio * factor)
+        planner.state_bytes = sum(sizes.values())
+    return planner.state_bytes
+
+
 def _unlike_reason(planner: Planner, setting: Setting) -> str | None:
     """Return why a setting would put unlike devices into one stage, or None."""
+    if not planner.cluster.slower:
+        return None
     try:
         for stage in range(setting.pp):
             planner.cluster.on_stage(setting, stage)
@@ -102,8 +131,10 @@ def _unlike_reason(planner: Planner, setting: Setting) -> str | None:
     return None
 
 
-def _most_bytes(planner: Planner, setting: Setting) -> int:
+def most_bytes(planner: Planner, setting: Setting) -> int:
     """Return the most bytes that a stage of the setting may use on a device."""
+    if not planner.cluster.slower:
+        return planner.cluster.capacity_bytes
     return max(planner.cluster.on_stage(setting, s).capacity_bytes for s in range(setting.pp))
 
 
@@ -112,11 +143,18 @@ def blocks_bound(planner: Planner, setting: Setting) -> Refinement:
     pricer = planner.pricer(setting.microbatch_size)
     bounds = []
     for is_sliced in pricer.borders(setting.tp):
-        seconds = [
-            pricer.fastest_s(call.block, setting.tp, is_sequence_parallel=is_sliced)
-            for call in pricer.trace.calls
+        by_block = [
+            pricer.fastest_s(block, setting.tp, is_sequence_parallel=is_sliced)
+            for block in range(len(pricer.trace.blocks))
         ]
-        bounds.append(_bound(setting, sum(seconds), max(seconds)))
+        seconds = [by_block[call.block] for call in pricer.trace.calls]
+        bound = _bound(setting, sum(seconds), max(seconds))
+        if setting.virtual_stages > 1:
+            ticks = [s / TICK_S for s in seconds]
+            borders = [s / TICK_S for s in _borders_s(planner, setting, is_sliced)]
+            even = _even_step(planner, setting, ticks, borders)
+            bound = max(bound, int(even * (1 - 1e-9)))
+        bounds.append(bound)
     return Refinement(bound=min(bounds))
 
 
@@ -129,87 +167,129 @@ def frontiers_bound(planner: Planner, setting: Setting) -> Refinement:
 
 
 def _border_bound(planner: Planner, setting: Setting, is_sequence_parallel: bool) -> Refinement:
-    pricer = planner.pricer(setting.microbatch_size)
-    total, slowest, once, static = 0, 0, 0, 0
-    for calls in alike(pricer, setting):
-        call, count = calls[0], len(calls)
-        block = pricer.trace.calls[call].block
-        decisions = pricer.decisions(block, setting.tp, is_sequence_parallel=is_sequence_parallel)
-        least = least_option(pricer, call, decisions, setting)
-        total += count * least.forward
-        slowest = max(slowest, least.forward)
-        once += count * least.once
-        static += count * least.static
-    unit = pricer.memory_unit
-    capacity = _most_bytes(planner, setting) // unit
-    if static > capacity * setting.pp:
-        need = static * unit // setting.pp
+    least = _least(planner, setting, is_sequence_parallel)
+    unit = planner.pricer(setting.microbatch_size).memory_unit
+    capacity = most_bytes(planner, setting) // unit
+    if least.static > capacity * setting.pp:
+        need = least.static * unit // setting.pp
         return Refinement(
             infeasible=f"parameters and optimizer state alone need {format_bytes(need)} a device"
         )
+    borders: list[float] = [0.0]
     if setting.pp > 1:
-        total += int(_borders_s(planner, setting, is_sequence_parallel) / TICK_S)
+        borders = [s / TICK_S for s in _borders_s(planner, setting, is_sequence_parallel)]
+    total, slowest = sum(least.times) + sum(borders), float(max(least.times))
     step = _step(setting, total, max(slowest, total / setting.pp))
-    return Refinement(bound=int(step * (1 - 1e-9)) + -(-once // setting.pp))
+    if setting.virtual_stages > 1:
+        step = max(step, _even_step(planner, setting, least.times, borders))
+    return Refinement(bound=int(step * (1 - 1e-9)) + -(-least.once // setting.pp))
 
 
-def _borders_s(planner: Planner, setting: Setting, is_sliced: bool) -> float:
-    """Return seconds that all stages together pass at their borders with a micro-batch at least."""
+def _even_step(
+    planner: Planner, setting: Setting, times: Sequence[float], borders: Sequence[float]
+) -> float:
+    """Return ticks below which no step is with even stages of blocks that take `times` at least."""
+    alike_run = planner.alike_run(setting.microbatch_size)
+    run = alike_run.calls
+    counts = stage_counts(alike_run, times, setting.pp, setting.virtual_stages)
+    block = min(times[c] for c in run)
+    stages: list[list[float]] = [[size * block for size in own] for own in counts]
+    stages[0][0] += sum(times[: run.start])
+    stages[-1][-1] += sum(times[run.stop :])
+    ranks = [sum(own) + border for own, border in zip(stages, borders, strict=True)]
+    pace: float = sum(max(own) for own in zip(*stages, strict=True)) + min(borders)
+    others = (sum(ranks) - max(ranks)) / setting.virtual_stages
+    return setting.num_microbatches * max(pace, *ranks) + others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Least:
+    """What calls take and hold at the least under a setting, each alone.
+
+    Attributes:
+        times: ticks of a micro-batch per call.
+        once: ticks of a step, all calls together.
+        static: memory units of all calls together.
+    """
+
+    times: tuple[int, ...]
+    once: int
+    static: int
+
+
+def _least(planner: Planner, setting: Setting, is_sequence_parallel: bool) -> Least:
+    """Return the least of all calls: the same whatever the schedule and the stages a rank."""
+    key = (replace(setting, schedule="none", virtual_stages=1), is_sequence_parallel)
+    if key not in planner.least:
+        pricer = planner.pricer(setting.microbatch_size)
+        times = [0] * len(pricer.trace.calls)
+        once = static = 0
+        for calls in alike(pricer, setting):
+            own = pricer.decisions(
+                pricer.trace.calls[calls[0]].block,
+                setting.tp,
+                is_sequence_parallel=is_sequence_parallel,
+            )
+            least = least_option(pricer, calls[0], own, setting)
+            once += len(calls) * least.once
+            static += len(calls) * least.static
+            for call in calls:
+                times[call] = least.forward
+        planner.least[key] = Least(times=tuple(times), once=once, static=static)
+    return planner.least[key]
+
+
+def _borders_s(planner: Planner, setting: Setting, is_sliced: bool) -> list[float]:
+    """Return seconds that each rank passes at its borders with a micro-batch at least."""
     pricer = planner.pricer(setting.microbatch_size)
     crossing = pricer.trace.crossing_bytes
-    cut = 1 + crossing.index(min(crossing))
-    num_stages = setting.pp * setting.virtual_stages
-    sends = (pricer.sent_s(setting, cut, s, is_sliced) for s in range(num_stages - 1))
-    return 2 * (sum(sends) + num_stages * pricer.action_s(setting))
+    return borders_s(pricer, setting, 1 + crossing.index(min(crossing)), is_sliced)
 
 
 def memory_bound(planner: Planner, setting: Setting) -> Refinement:
     """Return a bound from what all ranks together can hold, or why nothing fits.
 
-    The Lagrangian relaxation of the memory of all ranks as one, with the fewest micro-batches in
-    flight that any of them has: time >= sum_b min_o (time + price * held) - price * room. What is
-    held is counted low: parameters, gradients and states, and what a block keeps besides its
-    inputs.
+    Without a pipeline the relaxation of the one stage is as cheap. What is held is counted low:
+    parameters, gradients and states, and what a block keeps besides results that the next one may
+    keep as its inputs.
     """
-    pricer = planner.pricer(setting.microbatch_size)
-    v, unit = setting.virtual_stages, pricer.memory_unit
-    if v == 1:
+    if setting.pp == 1:
         return Refinement()
-    enough = enough_rounds(setting.num_microbatches, setting.pp)
-    live = min(sum(own) for own in in_flight(setting.schedule, setting.pp, enough, v)) / v
-    room = setting.pp * (planner.cluster.capacity_bytes // unit)
-    kinds: list[tuple[int, list[tuple[float, float]]]] = []
-    for calls in alike(pricer, setting):
-        call, count = calls[0], len(calls)
-        block = pricer.trace.calls[call].block
-        points = []
-        decisions = (
-            decision
-            for is_sliced in pricer.borders(setting.tp)
-            for decision in pricer.decisions(block, setting.tp, is_sequence_parallel=is_sliced)
-        )
-        for decision in decisions:
-            option = block_option(pricer, call, decision, setting, setting.live()[-1])
-            inputs = sum(pricer.base(block, decision, setting.tp).local.inputs.values())
-            held = option.static + live * max(0, option.kept - -(-inputs // unit))
-            points.append((held, float(option.forward + option.backward)))
-        kinds.append((count, sorted(points)))
-    if sum(count * points[0][0] for count, points in kinds) > room:
+    borders = planner.pricer(setting.microbatch_size).borders(setting.tp)
+    found = [_together(planner, setting, is_sliced) for is_sliced in borders]
+    bounds = [bound for bound in found if bound is not None]
+    if not bounds:
         return Refinement(
             infeasible=f"what {setting.pp} ranks hold at the least exceeds their memory together"
         )
-    rates = {
-        (slow - fast) / (more - less)
-        for _, points in kinds
-        for (less, slow), (more, fast) in combinations(points, 2)
-        if more > less and slow > fast
-    }
-    total = max(
-        sum(count * min(t + price * held for held, t in points) for count, points in kinds)
-        - price * room
-        for price in (0.0, *rates)
+    return Refinement(bound=min(bounds))
+
+
+def _together(planner: Planner, setting: Setting, is_sliced: bool) -> int | None:
+    """Return the bound where activations cross borders of blocks in one way, None if none fits."""
+    pricer = planner.pricer(setting.microbatch_size)
+    unit, v = pricer.memory_unit, setting.virtual_stages
+    live = setting.live()
+    runs = []
+    for calls in alike(pricer, setting):
+        call = calls[0]
+        block = pricer.trace.calls[call].block
+        options = []
+        for decision in pricer.decisions(block, setting.tp, is_sequence_parallel=is_sliced):
+            handed_on = pricer.base(block, decision, setting.tp).memory.held_output_bytes
+            option = block_option(pricer, call, decision, setting, live[-1])
+            kept = max(0, option.kept - -(-handed_on // unit))
+            options.append(replace(option, kept=kept, once=v * option.once))
+        runs.append(Run(count=len(calls), options=tuple(options)))
+    clusters = [planner.cluster.on_stage(setting, stage) for stage in range(setting.pp)]
+    bound = together_bound(
+        runs,
+        setting.alive(),
+        [cluster.capacity_bytes // unit for cluster in clusters],
+        [int(s / TICK_S) for s in _borders_s(planner, setting, is_sliced)],
+        setting.num_microbatches * v,
     )
-    return Refinement(bound=int(_step(setting, total, total / setting.pp) * (1 - 1e-9)))
+    return None if bound is None else bound // v
 
 
 def strided_states(trace: Trace) -> list[ParameterTrace]:

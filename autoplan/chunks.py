@@ -10,11 +10,12 @@ import itertools
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autoplan import compat
 
-__all__ = ["Chunk", "Chunked", "chunked"]
+__all__ = ["Chunk", "Chunked", "chunked", "gathered"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,7 @@ def chunked(tensor: torch.Tensor) -> Chunked:
         local = tensor.detach()
         return Chunked(tensor.shape, (Chunk((0,) * tensor.dim(), local),))
     intervals: list[list[_Interval]] = [[(0, size)] for size in tensor.shape]
-    mesh = tensor.device_mesh
-    names = mesh.mesh_dim_names or ("dp",)
+    mesh, names = tensor.device_mesh, _axis_names(tensor)
     order = sorted(range(len(names)), key=lambda i: names[i] != "tp")
     for axis in order:
         placement = tensor.placements[axis]
@@ -70,6 +70,38 @@ def chunked(tensor: torch.Tensor) -> Chunked:
             f"shape {tuple(local.shape)}, not {tuple(lengths)}"
         )
     return Chunked(tensor.shape, _product(intervals, local) if local.numel() else ())
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a DTensor, the same on every rank of its mesh; all of them call it.
+
+    `DTensor.full_tensor` puts slices of several pieces back in a wrong order where FSDP slices the
+    same dimension, and raises on torch 2.11. These are gathered here: every rank writes its chunks
+    into zeros, and the axes that slice sum them. What is no DTensor is whole already.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if not any(
+        name == "tp" and compat.pieces_of(placement) > 1
+        for name, placement in zip(_axis_names(tensor), tensor.placements, strict=True)
+    ):
+        return tensor.full_tensor()
+    local = tensor.to_local().detach()
+    whole = torch.zeros(tensor.shape, dtype=local.dtype, device=local.device)
+    for chunk in chunked(tensor).chunks:
+        place = tuple(
+            slice(start, start + size)
+            for start, size in zip(chunk.offsets, chunk.local.shape, strict=True)
+        )
+        whole[place] = chunk.local
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            dist.all_reduce(whole, group=tensor.device_mesh.get_group(axis))
+    return whole
+
+
+def _axis_names(tensor: DTensor) -> tuple[str, ...]:
+    return tensor.device_mesh.mesh_dim_names or ("dp",)
 
 
 def _sliced(runs: list[_Interval], outer: int, degree: int, rank: int) -> list[_Interval]:

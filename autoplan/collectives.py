@@ -170,7 +170,9 @@ class _Redistributed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: Local, backward: Local) -> torch.Tensor:
         ctx.backward_function = backward
-        return forward(x)
+        made = forward(x)
+        # Torch 2.11 compiles what a collective wrote as having no gradient, but not a view of it.
+        return made.view_as(made) if torch.compiler.is_compiling() else made
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:

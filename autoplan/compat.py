@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.tensor import placement_types
 
+from autoplan import split_backward
 from autoplan.errors import EmitError
 from autoplan.patching import replaced
 
@@ -29,6 +31,7 @@ __all__ = [
     "all_reduce_together",
     "fake_processes",
     "flatten_axes",
+    "has_autograd_threads",
     "has_other_readers",
     "is_strided",
     "on_sends",
@@ -67,6 +70,7 @@ _make_gradients = _probe(
 _Action = _probe(torch_schedules, "_Action")
 _ComputationType = _probe(torch_schedules, "_ComputationType")
 _batch_p2p = _probe(torch_schedules, "_batch_p2p")
+_AUTOGRAD_THREAD = "pt_autograd_"  # torch/csrc/autograd/engine.cpp, Engine::thread_init
 
 
 def flatten_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -111,6 +115,21 @@ def is_strided(placement: Any) -> bool:
 def replicate(module: nn.Module, **options: Any) -> None:
     """Keep whole parameters on every rank of a mesh, computing in the policy's dtype."""
     _replicate(module, **options)
+
+
+def has_autograd_threads(tasks: Path = Path("/proc/self/task")) -> bool:
+    """Return whether autograd has started threads, without which no fork of this process runs it.
+
+    It starts one for each accelerator in the first backward, also one on the CPU, and names them.
+    Where a system does not tell the names, any accelerator counts.
+    """
+    if not tasks.is_dir():
+        return bool(torch.accelerator.is_available())
+    names = []
+    for task in tasks.iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            names.append((task / "comm").read_text())
+    return any(name.startswith(_AUTOGRAD_THREAD) for name in names)
 
 
 def has_other_readers(tensor: torch.Tensor) -> bool:
@@ -171,10 +190,14 @@ class RingStage(PipelineStage):
     """A pipeline stage whose receive buffers are as many as the schedule has in flight.
 
     Torch's stage has one receive buffer per micro-batch for activations, and one for gradients.
-    Here they are rings: a buffer is used again by the micro-batch that is a ring later.
+    Here they are rings: a buffer is used again by the micro-batch that is a ring later. And a
+    backward that torch cannot split (see `autoplan.split_backward`) runs whole where it would be
+    split, with nothing left for later.
 
     Attributes:
         activations, gradients: buffers of each kind at most; None: one per micro-batch.
+        sends_later: a gradient may still be on its way when the buffer of the one that it was made
+            of is used again.
         before_backward: called before each backward with whether it is the last of the step.
     """
 
@@ -187,13 +210,17 @@ class RingStage(PipelineStage):
         *,
         activations: int | None,
         gradients: int | None,
+        sends_later: bool,
         before_backward: Callable[[bool], None],
         **options: Any,
     ) -> None:
         super().__init__(submodule, stage_index, num_stages, device, **options)
         self._activations = activations
         self._gradients = gradients
+        self._sends_later = sends_later
         self._before_backward = before_backward
+        self._is_whole: bool | None = None
+        self._ended: set[int] = set()
 
     def backward_one_chunk(
         self,
@@ -202,9 +229,44 @@ class RingStage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Run the backward of a micro-batch."""
+        """Run the backward of a micro-batch, or its part to the inputs."""
         self._before_backward(last_backward)
+        made, entered = self.fwd_cache.get(bwd_chunk_id, ((), ()))
+        if not full_backward and not self.is_first and self.has_backward:
+            if self._is_whole is None:
+                ends = made if loss is None else (loss,)
+                self._is_whole = split_backward.reads_again(ends, entered)
+            if self._is_whole:
+                full_backward = True
+                self._ended.add(bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        # Torch's split backward adds to what is here, and a later micro-batch has the same tensors.
+        for value in entered:
+            if isinstance(value, torch.Tensor):
+                value.grad = None
+        if self._sends_later and not self.is_first:
+            self._own_gradients(bwd_chunk_id)
+
+    def _own_gradients(self, chunk: int) -> None:
+        """Copy gradients to send that are the received ones: a skip may hand on what it gets."""
+        if self.is_last or not self.has_backward:
+            return
+        received = {
+            info.buffer.untyped_storage()._cdata
+            for info in self.grad_recv_info[chunk]
+            if isinstance(info.buffer, torch.Tensor)
+        }
+        self.bwd_cache[chunk] = tuple(
+            x.clone() if x is not None and x.untyped_storage()._cdata in received else x
+            for x in self.bwd_cache[chunk]
+        )
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Run the part of a backward to the parameters, where it was split."""
+        if bwd_chunk_id in self._ended:
+            self._ended.remove(bwd_chunk_id)
+        else:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _make_ring(self, num_microbatches: int, *rest: Any) -> Any:
         """Make the receive buffers of activations."""

@@ -64,6 +64,14 @@ class Pricer:
     _held: list[frozenset[str]] | None = None
     _by_device: dict[str, Pricer] = field(default_factory=dict)
 
+    def of(self, trace: Trace) -> Pricer:
+        """Return the pricer of another trace of the model; itself for its own."""
+        if self.trace is trace:
+            return self
+        return Pricer(
+            trace=trace, cluster=self.cluster, workload=self.workload, recompute=self.recompute
+        )
+
     def decisions(
         self, block: int, tp: int, *, is_sequence_parallel: bool = False
     ) -> tuple[Decision, ...]:

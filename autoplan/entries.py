@@ -27,4 +27,7 @@ def leaving(value: torch.Tensor, is_split: bool) -> torch.Tensor:
     Torch's split backward detaches in place what left, which no view can be.
     """
     sent = value.contiguous()
+    # Contiguous dimensions of size 1 may have any stride, which torch 2.11 refuses to send.
+    if sent.stride() != torch.empty(sent.shape, device="meta").stride():
+        sent = sent.view(-1).view(sent.shape)
     return sent.clone() if is_split and sent._is_view() else sent

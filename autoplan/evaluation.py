@@ -28,6 +28,7 @@ from autoplan.alike_programs import alike_axes, assign_calls
 from autoplan.batches import BatchDims, LossFn
 from autoplan.calls import BoundCall, bind_call, install
 from autoplan.capturer import capture, capture_outputs
+from autoplan.chunks import gathered
 from autoplan.collectives import local_slice
 from autoplan.device_meshes import axis_of
 from autoplan.graph import Placement, ShardOption
@@ -342,8 +343,7 @@ class Evaluator:
 
         def read(parameter: torch.Tensor) -> torch.Tensor:
             assert isinstance(parameter, DTensor), "tensor parallel parameters are DTensors"
-            whole = parameter.full_tensor()
-            return local_slice(whole, wanted, tp.get_local_rank(), tp.size())
+            return local_slice(gathered(parameter), wanted, tp.get_local_rank(), tp.size())
 
         return read
 

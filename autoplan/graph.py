@@ -8,7 +8,8 @@ run it. It prints and round-trips through JSON.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from autoplan import codec
@@ -311,6 +312,27 @@ class Trace:
     notes: tuple[str, ...]
     fingerprint: str
     versions: dict[str, str]
+
+    def without(self, options: Collection[tuple[str, str, str]]) -> Trace:
+        """Return the trace without some options of its ops: class, op and axis of each."""
+        if not options:
+            return self
+        blocks = tuple(
+            replace(
+                block,
+                ops=tuple(
+                    replace(
+                        op,
+                        options=tuple(
+                            o for o in op.options if (block.name, op.name, o.axis) not in options
+                        ),
+                    )
+                    for op in block.ops
+                ),
+            )
+            for block in self.blocks
+        )
+        return replace(self, blocks=blocks)
 
     def dimension_report(self) -> str:
         """Return as text what each dimension of every op is, and what may be sharded."""

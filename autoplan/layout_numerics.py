@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 import torch
 
+from autoplan import compat
 from autoplan.axes import Analysis
 from autoplan.dry_run_result import LayoutNumerics
 from autoplan.graph import ShardOption
@@ -65,8 +68,9 @@ def check_layout_numerics(
 ) -> LayoutNumerics:
     """Return how a layout of a block compares with the whole block.
 
-    It is run in a forked process: a process that has run a backward cannot fork workers any more,
-    and this one may want to. In one that has run a backward it is run here.
+    It is run in a forked process: a process that has run a backward beside an accelerator cannot
+    fork workers any more, and this one may want to. One that cannot runs it in a thread. In both
+    it has a time to end in.
 
     Args:
         graph: as captured.
@@ -74,38 +78,53 @@ def check_layout_numerics(
         degree: ranks.
         is_sequence_parallel: activations enter and leave as slices of tokens where they can.
     """
+    check = _Check(graph, axes, degree, is_sequence_parallel)
+    return _in_thread(check) if compat.has_autograd_threads() else _in_fork(check)
+
+
+def _in_fork(check: _Check) -> LayoutNumerics:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    check = _Check(graph, axes, degree, is_sequence_parallel)
     process = context.Process(target=_serve, args=(theirs, check), daemon=True)
     process.start()
     theirs.close()
     try:
         if not ours.poll(_TIMEOUT_S):
             return check.not_run(f"no result after {_TIMEOUT_S:g} s")
-        answer: LayoutNumerics | None = ours.recv()
+        answer: LayoutNumerics = ours.recv()
     except EOFError:
         return check.not_run("its process died")
     finally:
         process.kill()
         process.join()
         ours.close()
-    return check.run() if answer is None else answer
+    return answer
 
 
 def _serve(pipe: Connection, check: _Check) -> None:
-    """Send what a check finds, or None if no backward can be run in a fork of its parent."""
     torch.set_num_threads(1)
-    pipe.send(check.run() if _runs_backward() else None)
+    pipe.send(check.run())
     os._exit(0)
 
 
-def _runs_backward() -> bool:
+def _in_thread(check: _Check) -> LayoutNumerics:
+    """Run a check in a thread; one that does not end is left behind: nothing can end a thread."""
+    answers: queue.SimpleQueue[LayoutNumerics | BaseException] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put(check.run())
+        except BaseException as error:  # raised again by who waits
+            answers.put(error)
+
+    threading.Thread(target=run, daemon=True).start()
     try:
-        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
-    except RuntimeError:  # autograd had threads before the fork
-        return False
-    return True
+        answer = answers.get(timeout=_TIMEOUT_S)
+    except queue.Empty:
+        return check.not_run(f"no result after {_TIMEOUT_S:g} s")
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
 
 
 @dataclass(frozen=True, slots=True)

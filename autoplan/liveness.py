@@ -246,11 +246,16 @@ def _run_forward(
     What is in the heap before stands for results that are there already and do not run again.
     """
     there = set(heap.live)
-    last = _last_reader(local)
-    external = set(local.inputs) | set(local.side_inputs)
-    external |= {state.name for state in local.block.states}
-    outputs = {_storage(local, name) for name in local.outputs}
+    stays = {*kept, *local.inputs, *local.side_inputs}
+    stays |= {state.name for state in local.block.states}
+    stays |= {_storage(local, name) for name in local.outputs}
+    ending: dict[int, list[str]] = {}
+    for owner, index in _last_reader(local).items():
+        if owner not in stays:
+            ending.setdefault(index, []).append(owner)
+    over: set[str] = set()
     for index, op in enumerate(ops):
+        over.update(ending.get(index, ()))
         for name, nbytes in op.casts:
             heap.add(name, nbytes)
         if op.name in there and op.op is not None:
@@ -264,8 +269,8 @@ def _run_forward(
         extra = marked.get(op.storage, 0) - op.nbytes if op.storage == op.name else 0
         if extra > 0:
             heap.add(f"{op.name}:marked", extra)
-        for owner in [n for n in heap.live if last.get(n, len(local.ops)) <= index]:
-            if owner not in kept and owner not in outputs and owner not in external:
+        if not over.isdisjoint(heap.live):
+            for owner in [name for name in heap.live if name in over]:
                 heap.drop(owner)
 
 

@@ -137,6 +137,7 @@ def _made_by_list(
             group,
             activations=sizes[part.index].activations,
             gradients=sizes[part.index].gradients,
+            sends_later=True,
         )
         for part in parts
     ]
@@ -204,6 +205,7 @@ def _stage(
     *,
     activations: int | None,
     gradients: int | None,
+    sends_later: bool = False,
 ) -> compat.RingStage:
     return compat.RingStage(
         _Hidden(part.root) if is_hidden else part.root,
@@ -212,6 +214,7 @@ def _stage(
         device,
         activations=activations,
         gradients=gradients,
+        sends_later=sends_later,
         before_backward=part.before_backward,
         input_args=tuple(_example(meta) for meta in part.inputs),
         output_args=tuple(_example(meta) for meta in part.outputs),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autoplan.bounds import layout_reason
+from autoplan.bounds import unrunnable_reason
 from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
 from autoplan.dry_run_result import LayoutNumerics
@@ -21,6 +21,7 @@ from autoplan.plan import Plan, SearchRecord, Simpler
 from autoplan.planner import Planner, make_planner
 from autoplan.reasons import Question
 from autoplan.remedies import infeasible_error, least_memory
+from autoplan.search.forks import Beside
 from autoplan.search.mesh import MeshResult, Progress
 from autoplan.settings import check_pins
 from autoplan.simple import Strategy, simple_strategies
@@ -50,6 +51,7 @@ def optimize(
     offload: Sequence[str] | str = (),
     within: Mapping[str, Sequence[int]] | None = None,
     forbid: Mapping[str, Any] | None = None,
+    workers: int | None = None,
     **pins: Any,
 ) -> Plan:
     """Return the fastest plan that fits, with its proof.
@@ -75,6 +77,8 @@ def optimize(
             what autograd saves in a block.
         within: bounds of settings, both ends allowed: `{"tp": (1, 4)}`.
         forbid: values that settings may not have: `{"tp": [8], "zero_stage": 3}`.
+        workers: processes that trace and search at once; None: one per core, 1: this one alone. The
+            plan does not depend on it. Where processes cannot be forked, it is 1.
         **pins: fixed settings: dp, tp, pp, zero_stage, microbatch_size, num_microbatches,
             dp_replicate, axis_order, recompute, schedule, virtual_stages. Several stages a rank are
             searched where `schedule="interleaved"` or `virtual_stages` asks for them.
@@ -99,6 +103,7 @@ def optimize(
         offload=offload,
         pins=pins,
         limits=make_limits(within, forbid),
+        workers=workers,
     )
     return on_rank_zero(
         lambda: find_plan(planner, time_limit_s, progress, compare),
@@ -194,19 +199,29 @@ def _fastest(
     The candidates are what the search found, the fastest simple strategy that fits on all devices,
     and, where neither is there, the plan of least memory. Each is priced exactly.
     """
-    result, settings = planner.search(time_limit_s=time_limit_s, progress=progress)
-    simpler = simple_strategies(planner) if compare else ()
+    planner.trace_ahead()
+
+    def compared() -> tuple[Strategy, ...]:
+        return simple_strategies(planner) if compare else ()
+
+    beside = Beside(compared) if compare and planner.wants_processes() else None
+    try:
+        result, settings = planner.search(time_limit_s=time_limit_s, progress=progress)
+        simpler = compared() if beside is None else beside.result()
+    finally:
+        if beside is not None:
+            beside.end()
     rows = tuple(s.row for s in simpler)
     record = _record(planner, result)
     found: list[Plan] = []
-    if result.best_name is not None and result.solution is not None:
+    if result.best_name is not None:
         setting = settings[result.best_name]
-        ends, decisions = planner.decided(setting, result.solution)
+        ends, decisions = result.decoded
         found.append(planner.write(setting, ends, decisions, record, rows))
     world = planner.cluster.world_size
     rivals = [s for s in simpler if s.row.fits and s.obeys(planner.pins, planner.limits)]
     for rival in sorted(rivals, key=lambda s: s.row.step_time_s):
-        if rival.setting.world_size == world and layout_reason(planner, rival.setting) is None:
+        if rival.setting.world_size == world and unrunnable_reason(planner, rival.setting) is None:
             found.append(planner.write(rival.setting, rival.ends, rival.decisions, record, rows))
             break
     if not found:
@@ -225,12 +240,12 @@ def _last_resort(
         SearchLimitError: the search was not finished, and it does not fit.
     """
     least = least_memory(planner)
-    unrunnable = layout_reason(planner, least.setting)
+    unrunnable = unrunnable_reason(planner, least.setting)
     if unrunnable is not None:
         raise InfeasibleError(
             f"no setting can be run: {unrunnable}; pin another tp or zero_stage=0"
         )
-    if least.need_bytes <= planner.cluster.total_bytes:
+    if least.excess_bytes <= 0:
         return planner.write(least.setting, least.ends, least.decisions, record, rows)
     if result.status == "infeasible":
         raise infeasible_error(planner, least)

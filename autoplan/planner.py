@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.autocast import check_autocast, dtype_of
+from autoplan.autocast import check_autocast, choose_precision, dtype_of
 from autoplan.batches import batch_rows
 from autoplan.bounds import (
+    Least,
     blocks_bound,
     frontiers_bound,
     memory_bound,
@@ -30,8 +31,8 @@ from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
 from autoplan.costs import Pricer
 from autoplan.frontiers import Decision, Frontiers
-from autoplan.graph import Trace
-from autoplan.interleaving import alike_run
+from autoplan.graph import ParameterTrace, Trace
+from autoplan.interleaving import Alike, alike_run
 from autoplan.limits import Limits, constraint_texts
 from autoplan.offload import check_offload
 from autoplan.optimizers import Optimizer
@@ -39,9 +40,12 @@ from autoplan.plan import Plan, SearchRecord, Simpler
 from autoplan.plan_prices import plan_lookups, plan_price
 from autoplan.plan_writer import write_plan
 from autoplan.scaling import interpolate
-from autoplan.search.mesh import Candidate, MeshResult, Progress, search_settings
+from autoplan.search.candidates import Candidate
+from autoplan.search.forks import by_two, usable_cores
+from autoplan.search.mesh import MeshResult, Progress, search_settings
 from autoplan.search.problem import PipelineSolution
-from autoplan.setting_solver import Posed, pipeline_problem, relaxation_bound, solve_setting
+from autoplan.setting_problem import pipeline_problem
+from autoplan.setting_solver import Posed, relaxation_bound, solve_setting
 from autoplan.settings import (
     NO_LIMITS,
     Setting,
@@ -51,13 +55,14 @@ from autoplan.settings import (
     settings_of,
 )
 from autoplan.stage_ends import holders
-from autoplan.times import Tally
 from autoplan.tracer import trace
 
 __all__ = ["Planner", "make_planner"]
 
 _TRACED_ROWS = (2, 4)
 _FRONTIER_ROWS = (1, 4)
+_WORTH_A_PROCESS_S = 0.2
+_MOST_WORKERS = 8
 
 
 @dataclass(slots=True)
@@ -75,12 +80,14 @@ class Planner:
         limits: settings that are bounded or forbidden.
         even_cuts: give every stage the same number of blocks, to compare with what is usual.
         name: of the model, for reports.
-        tally: counts look-ups.
         frontiers: solves the problems of block classes.
         trace_time_s: seconds spent in capture.
         ops_bounds: cache of `autoplan.bounds.ops_bound`.
         unusable: options that no plan may use: block class, op, axis.
+        workers: processes that trace and search; None: as many as there are cores. Plans do not
+            depend on it.
         posed: cache of `autoplan.setting_solver`.
+        least, state_bytes, strided: caches of `autoplan.bounds`.
     """
 
     model: nn.Module
@@ -93,16 +100,21 @@ class Planner:
     batch_dim: Any = 0
     limits: Limits = NO_LIMITS
     even_cuts: bool = False
-    tally: Tally = field(default_factory=Tally)
     frontiers: Frontiers = field(default_factory=Frontiers)
     trace_time_s: float = 0.0
     _traces: dict[int, Trace] = field(default_factory=dict)
     _exact: MutableMapping[int, Trace] = field(default_factory=dict)
     _pricers: dict[int, Pricer] = field(default_factory=dict)
+    _alike: dict[int, Alike] = field(default_factory=dict)
     ops_bounds: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     unusable: frozenset[tuple[str, str, str]] = frozenset()
+    workers: int | None = None
+    _elsewhere: set[int] = field(default_factory=set)
     _usable: dict[int, Trace] = field(default_factory=dict)
     posed: dict[tuple[Setting, bool, bool], Posed] = field(default_factory=dict)
+    least: dict[tuple[Setting, bool], Least] = field(default_factory=dict)
+    state_bytes: int | None = None
+    strided: list[ParameterTrace] | None = None
 
     def trace(self, microbatch_size: int) -> Trace:
         """Return the trace for a micro-batch size; sizes above 4 follow from those of 2 and 4."""
@@ -118,23 +130,46 @@ class Planner:
         """Return the trace of the program captured at a micro-batch size; each is made once."""
         if microbatch_size not in self._usable:
             found = self._captured(microbatch_size)
-            self._usable[microbatch_size] = _without(found, self.unusable)
+            self._usable[microbatch_size] = found.without(self.unusable)
         return self._usable[microbatch_size]
 
     def _captured(self, microbatch_size: int) -> Trace:
         if microbatch_size not in self._exact:
             start = time.perf_counter()
-            self._exact[microbatch_size] = trace(
-                self.model,
-                self.batch,
-                self.loss_fn,
-                microbatch_size=microbatch_size,
-                batch_dim=self.batch_dim,
-                autocast=dtype_of(self.workload.autocast),
-                backend="cpu" if self.cluster.is_cpu else "cuda",
-            )
+            self._exact[microbatch_size] = self._capture(microbatch_size)
             self.trace_time_s += time.perf_counter() - start
         return self._exact[microbatch_size]
+
+    def _capture(self, microbatch_size: int) -> Trace:
+        return trace(
+            self.model,
+            self.batch,
+            self.loss_fn,
+            microbatch_size=microbatch_size,
+            batch_dim=self.batch_dim,
+            autocast=dtype_of(self.workload.autocast),
+            backend="cpu" if self.cluster.is_cpu else "cuda",
+        )
+
+    def trace_ahead(self) -> None:
+        """Trace the sizes that the settings need, by two processes if they are worth it."""
+        sizes = {setting.microbatch_size for setting in self.settings()}
+        exact = {size for size in sizes if size <= _TRACED_ROWS[1]}
+        missing = sorted(exact.union(_TRACED_ROWS if exact != sizes else ()) - self._exact.keys())
+        if self.wants_processes():
+            start = time.perf_counter()
+            traces, elsewhere = by_two(self._capture, missing)
+            self._exact.update(traces)
+            self._elsewhere.update(elsewhere)
+            self.trace_time_s += time.perf_counter() - start
+
+    def wants_processes(self) -> bool:
+        """Return whether there are several, and the model takes so long that they are worth it."""
+        return self.num_workers() > 1 and self.trace_time_s > _WORTH_A_PROCESS_S
+
+    def num_workers(self) -> int:
+        """Return how many processes may work at once."""
+        return min(usable_cores(), self.workers or _MOST_WORKERS)
 
     def share_traces(self, traces: MutableMapping[int, Trace]) -> None:
         """Take traces of the same model and batch from a mapping, and add to it."""
@@ -147,17 +182,22 @@ class Planner:
         of the latter, smaller ones of the former.
         """
         if microbatch_size not in self._pricers:
-            reference = max((r for r in _FRONTIER_ROWS if r <= microbatch_size), default=1)
+            reference = _reference_rows(microbatch_size)
             self._pricers[microbatch_size] = Pricer(
                 trace=self.trace(microbatch_size),
                 cluster=self.cluster,
                 workload=self.workload,
                 recompute=self.pins.get("recompute"),
                 reference=self.pricer(reference) if reference != microbatch_size else None,
-                tally=self.tally,
                 frontiers=self.frontiers,
             )
         return self._pricers[microbatch_size]
+
+    def alike_run(self, microbatch_size: int) -> Alike:
+        """Return the run of alike blocks that ranks of several stages are dealt."""
+        if microbatch_size not in self._alike:
+            self._alike[microbatch_size] = alike_run(self.trace(microbatch_size))
+        return self._alike[microbatch_size]
 
     def without(self, options: Collection[tuple[str, str, str]]) -> Planner:
         """Return the same problem without some options: block class, op, axis."""
@@ -175,6 +215,9 @@ class Planner:
         self._pricers = {}
         self.ops_bounds = {}
         self.posed = {}
+        self.least = {}
+        self.state_bytes = None
+        self.strided = None
 
     def settings(self) -> list[Setting]:
         """Return every setting of the space under the pins.
@@ -191,7 +234,7 @@ class Planner:
                 num_blocks,
                 self.pins,
                 limits=self.limits,
-                num_alike=0 if self.even_cuts else len(alike_run(trace)),
+                num_alike=len(alike_run(trace).calls),
             )
         )
         if not found:
@@ -237,20 +280,26 @@ class Planner:
                     lambda s=setting: memory_bound(self, s),  # type: ignore[misc]
                     lambda s=setting: relaxation_bound(self, s),  # type: ignore[misc]
                 ),
-                waits=setting.virtual_stages > 1,
+                group=(setting.tp, _reference_rows(setting.microbatch_size)),
+                decode=lambda solution, s=setting: self._decided(s, solution),  # type: ignore[misc]
                 solve=lambda cutoff, limit, s=setting: solve_setting(self, s, cutoff, limit),  # type: ignore[misc]
             )
             for name, setting in settings.items()
             for reason in (static_reason(self, setting),)
         ]
-        result = search_settings(candidates, time_limit_s=time_limit_s, progress=progress)
+        result = search_settings(
+            candidates,
+            time_limit_s=time_limit_s,
+            progress=progress,
+            workers=self.num_workers(),
+        )
         return result, settings
 
-    def decided(
+    def _decided(
         self, setting: Setting, solution: PipelineSolution
     ) -> tuple[tuple[int, ...], list[Decision]]:
         """Return stage ends and one decision per call of a solution."""
-        _, per_call = pipeline_problem(self, setting, bool(solution.variant))
+        per_call = pipeline_problem(self, setting, bool(solution.variant)).per_call
         chosen = [
             decisions[option] for decisions, option in zip(per_call, solution.options, strict=True)
         ]
@@ -266,7 +315,10 @@ class Planner:
     ) -> Plan:
         """Return the plan of decided cuts and options, with its exact price."""
         exact = self.exact_trace(setting.microbatch_size)
-        pricer = replace_trace(self.pricer(setting.microbatch_size), exact)
+        if setting.tp > 1 and setting.microbatch_size in self._elsewhere:
+            self._capture(setting.microbatch_size)  # whose program its layouts are checked by
+            self._elsewhere.remove(setting.microbatch_size)
+        pricer = self.pricer(setting.microbatch_size).of(exact)
         price = plan_price(pricer, setting, ends, decisions)
         plan = write_plan(
             trace=exact,
@@ -283,39 +335,9 @@ class Planner:
         return replace(plan, attached=(self.batch, self.loss_fn))
 
 
-def _without(trace: Trace, unusable: Collection[tuple[str, str, str]]) -> Trace:
-    """Return a trace without some options of its ops; itself where it has none of them."""
-    if not unusable:
-        return trace
-    blocks = tuple(
-        replace(
-            block,
-            ops=tuple(
-                replace(
-                    op,
-                    options=tuple(
-                        o for o in op.options if (block.name, op.name, o.axis) not in unusable
-                    ),
-                )
-                for op in block.ops
-            ),
-        )
-        for block in trace.blocks
-    )
-    return replace(trace, blocks=blocks)
-
-
-def replace_trace(pricer: Pricer, exact: Trace) -> Pricer:
-    """Return the pricer itself if it prices that trace, else one that does."""
-    if pricer.trace is exact:
-        return pricer
-    return Pricer(
-        trace=exact,
-        cluster=pricer.cluster,
-        workload=pricer.workload,
-        recompute=pricer.recompute,
-        tally=pricer.tally,
-    )
+def _reference_rows(microbatch_size: int) -> int:
+    """Return the rows whose frontiers a micro-batch size uses."""
+    return max((rows for rows in _FRONTIER_ROWS if rows <= microbatch_size), default=1)
 
 
 def make_planner(
@@ -333,6 +355,7 @@ def make_planner(
     offload: Sequence[str] | str = (),
     pins: Mapping[str, Any] | None = None,
     limits: Limits = NO_LIMITS,
+    workers: int | None = None,
 ) -> Planner:
     """Return the planning problem that `optimize` and `estimate` are asked.
 
@@ -350,9 +373,11 @@ def make_planner(
     rows = global_batch_size if global_batch_size is not None else batch_rows(batch, batch_dim)
     if rows < 1:
         raise ValueError(f"global_batch_size is {rows}; it must be at least 1")
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers is {workers}; it must be at least 1, or None for every core")
     optimizer_name = optimizer if isinstance(optimizer, str) else optimizer.__name__
     is_gpu = not cluster.is_cpu
-    precision = _precision(model, "none" if autocast else mixed_precision, is_gpu)
+    precision = choose_precision(model, "none" if autocast else mixed_precision, is_gpu)
     width = 1 if precision == "none" else 2  # master parameters are float32
     item_bytes = max((p.element_size() for p in model.parameters() if p.requires_grad), default=4)
     workload = Workload(
@@ -371,22 +396,7 @@ def make_planner(
         workload=workload,
         pins=pins,
         limits=limits,
+        workers=workers,
         name=name or type(model).__name__,
         batch_dim=batch_dim,
     )
-
-
-def _precision(model: nn.Module, wanted: str, is_gpu: bool) -> Any:
-    """Return the precision: `auto` trains a bfloat16 model with float32 master parameters."""
-    if wanted not in ("auto", "none", "bfloat16"):
-        raise ValueError(f"mixed_precision={wanted!r}; allowed are auto, none, bfloat16")
-    dtypes = {p.dtype for p in model.parameters()}
-    if wanted == "auto":
-        return "bfloat16" if is_gpu and dtypes == {torch.bfloat16} else "none"
-    if wanted == "bfloat16" and dtypes != {torch.bfloat16}:
-        raise ValueError(
-            "mixed_precision='bfloat16' plans a model built in bfloat16 with float32 master "
-            f"parameters; this one has {', '.join(sorted(map(str, dtypes)))}: build it on the meta "
-            "device in bfloat16 for planning"
-        )
-    return wanted

@@ -137,6 +137,9 @@ def plan(
         str, typer.Option(help="Where the batch lies in the inputs: 1, or 1,0, or x=1,mask=none.")
     ] = "0",
     time_limit: Annotated[float, typer.Option(help="Seconds; then the best so far.")] = 300.0,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that search at once; default: one per core.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan as JSON.")] = None,
 ) -> None:
     """Find the fastest plan that fits, and prove how far from optimal it can be."""
@@ -176,6 +179,7 @@ def plan(
                 offload=offload or (),
                 within=bounds,
                 forbid=forbidden,
+                workers=workers,
                 **pins,
             )
     except KeyboardInterrupt:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from autoplan.bounds import layout_reason
+from autoplan.bounds import most_bytes, static_need, unrunnable_reason
 from autoplan.cluster import Cluster
 from autoplan.costs import Pricer
 from autoplan.errors import AutoplanError, InfeasibleError
 from autoplan.frontiers import Decision
 from autoplan.limits import constraint_texts, kept_constraints
 from autoplan.memory import StageMemory
-from autoplan.plan_prices import plan_price
 from autoplan.profiles.catalog import list_profiles, load_profile
 from autoplan.search_options import alike, block_option
 from autoplan.settings import OFFLOADS, Setting
+from autoplan.stage_bytes import rank_memory
 from autoplan.stage_ends import even_stage_ends, is_runnable
 from autoplan.units import format_bytes, format_bytes_up
 
@@ -31,16 +32,29 @@ __all__ = ["Least", "find_remedies", "infeasible_error", "least_memory"]
 
 _FACTORS = (2, 4, 8, 16)
 _MAX_GPUS_PER_NODE = 8
+_DEVICES, _HOST = "devices", "host"  # constraints that nobody has to state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Least:
-    """The decided plan of least memory that was found, and its fullest stage."""
+    """The decided plan of least memory that was found.
+
+    Attributes:
+        setting, ends, decisions: the plan.
+        stage: memory of the stage that is fullest for its device.
+        capacity_bytes: of that device.
+    """
 
     setting: Setting
     ends: tuple[int, ...]
     decisions: tuple[Decision, ...]
     stage: StageMemory
+    capacity_bytes: int
+
+    @property
+    def excess_bytes(self) -> int:
+        """Return the bytes by which the device is too small."""
+        return self.stage.peak - self.capacity_bytes
 
     @property
     def need_bytes(self) -> int:
@@ -48,18 +62,25 @@ class Least:
         return self.stage.peak
 
 
-def least_memory(planner: Planner, enough: int = 0) -> Least:
+def least_memory(planner: Planner) -> Least:
     """Return the plan whose fullest stage needs least among those that save memory.
 
     Tried are the settings with the smallest micro-batch and with most or no sharding of states,
-    every block at its leanest decision, and cuts that are moved away from the fullest stage.
+    every block at its leanest decision, and cuts that are moved towards the fullest stage.
+    """
+    best = _least_within(planner, is_any_enough=False)
+    assert best is not None, "settings() is never empty"
+    return best
 
-    Args:
-        planner: the problem.
-        enough: bytes with which the search may stop; 0: never.
+
+def _least_within(planner: Planner, *, is_any_enough: bool) -> Least | None:
+    """Return the plan of least memory; if any is enough, the first that fits.
+
+    None: no setting could fit, since parameters and optimizer states alone do not.
     """
     every = planner.settings()
-    settings = [s for s in every if layout_reason(planner, s) is None] or every
+    runnable = [s for s in every if unrunnable_reason(planner, s) is None]
+    settings = runnable or every
     # Stages beside a rank's first only add to what it holds.
     settings = [s for s in settings if s.virtual_stages == 1] or settings
     smallest = min(s.microbatch_size for s in settings)
@@ -68,55 +89,74 @@ def least_memory(planner: Planner, enough: int = 0) -> Least:
     for setting in settings:
         if setting.microbatch_size != smallest or setting.zero_stage not in stages:
             continue
+        if runnable:
+            excess = static_need(planner, setting) - most_bytes(planner, setting)
+            if (is_any_enough and excess > 0) or (best is not None and excess > best.excess_bytes):
+                continue
         found = _least_of(planner, setting)
-        if best is None or found.need_bytes < best.need_bytes:
+        if best is None or found.excess_bytes < best.excess_bytes:
             best = found
-        if best.need_bytes <= enough:
+        if is_any_enough and best.excess_bytes <= 0:
             break
-    assert best is not None, "settings() is never empty"
     return best
 
 
 def _least_of(planner: Planner, setting: Setting) -> Least:
     pricer = planner.pricer(setting.microbatch_size)
-    calls = range(len(pricer.trace.calls))
     ends = even_stage_ends(pricer.trace, setting.pp * setting.virtual_stages)
-    best = min(
-        (
-            _priced(pricer, setting, ends, _leanest(pricer, setting, is_sliced))
-            for is_sliced in pricer.borders(setting.tp)
-        ),
-        key=lambda least: least.need_bytes,
-    )
-    decisions = best.decisions
-    for _ in range(len(calls)):
-        moved = [
-            _priced(pricer, setting, ends, decisions)
-            for ends in _moved(best.ends)
-            if setting.pp == 1 or is_runnable(pricer.trace, ends)
-        ]
-        better = min(moved, key=lambda least: least.need_bytes, default=best)
-        if better.need_bytes >= best.need_bytes:
-            break
-        best = better
-    return best
+    found = []
+    for is_sliced in pricer.borders(setting.tp):
+        decisions = _leanest(pricer, setting, is_sliced)
+        found.append(
+            [_stage_of(pricer, setting, ends, decisions, rank) for rank in range(setting.pp)]
+        )
+    stages = min(found, key=lambda stages: max(stage.excess_bytes for stage in stages))
+    if setting.virtual_stages == 1:
+        stages = _levelled(pricer, setting, stages)
+    return max(stages, key=lambda stage: stage.excess_bytes)
 
 
-def _moved(ends: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield the stage ends that differ by one block at one cut."""
-    for cut in range(len(ends) - 1):
-        for step in (-1, 1):
+def _levelled(pricer: Pricer, setting: Setting, stages: list[Least]) -> list[Least]:
+    """Return the stages after the fullest gave blocks to its neighbours while that helps."""
+    decisions = stages[0].decisions
+    for _ in range(len(decisions)):
+        excess = [stage.excess_bytes for stage in stages]
+        fullest, ends = excess.index(max(excess)), stages[0].ends
+        ways = []
+        for cut, step in ((fullest - 1, 1), (fullest, -1)):
+            if not 0 <= cut < len(ends) - 1:
+                continue
             moved = (*ends[:cut], ends[cut] + step, *ends[cut + 1 :])
-            if all(a < b for a, b in zip((0, *moved), moved, strict=False)):
-                yield moved
+            is_cut = all(start < end for start, end in pairwise((0, *moved)))
+            if is_cut and is_runnable(pricer.trace, moved):
+                own = [replace(stage, ends=moved) for stage in stages]
+                for rank in (cut, cut + 1):
+                    own[rank] = _stage_of(pricer, setting, moved, decisions, rank)
+                ways.append(own)
+        best = min(ways, key=lambda own: max(s.excess_bytes for s in own), default=stages)
+        if max(stage.excess_bytes for stage in best) >= max(excess):
+            break
+        stages = best
+    return stages
 
 
-def _priced(
-    pricer: Pricer, setting: Setting, ends: tuple[int, ...], decisions: tuple[Decision, ...]
+def _stage_of(
+    pricer: Pricer,
+    setting: Setting,
+    ends: tuple[int, ...],
+    decisions: tuple[Decision, ...],
+    rank: int,
 ) -> Least:
-    memory = plan_price(pricer, setting, ends, decisions).memory
-    stage = max(memory, key=lambda stage: stage.peak)
-    return Least(setting=setting, ends=ends, decisions=decisions, stage=stage)
+    """Return a plan with one of its stages."""
+    spans = [range(start, end) for start, end in pairwise((0, *ends))]
+    own = pricer.on_stage(setting, rank)
+    return Least(
+        setting=setting,
+        ends=ends,
+        decisions=decisions,
+        stage=rank_memory(own, setting, rank, spans, decisions),
+        capacity_bytes=own.cluster.total_bytes,
+    )
 
 
 def _leanest(pricer: Pricer, setting: Setting, is_sliced: bool) -> tuple[Decision, ...]:
@@ -154,43 +194,61 @@ def _leanest(pricer: Pricer, setting: Setting, is_sliced: bool) -> tuple[Decisio
 
 def infeasible_error(planner: Planner, least: Least) -> InfeasibleError:
     """Return the error of a problem whose plan of least memory does not fit."""
-    capacity = planner.cluster.total_bytes
     category, amount = max(least.stage.by_category.items(), key=lambda item: item[1])
     need = least.need_bytes
     found = find_remedies(planner, need)
     lines = [
         f"no plan fits: the leanest one found ({least.setting}) needs {format_bytes_up(need)} a "
-        f"device (at {least.stage.instant}), but {planner.cluster} has {format_bytes(capacity)} "
-        f"({format_bytes(need - capacity)} too little); the largest part is {category} with "
-        f"{format_bytes(amount)}",
+        f"device (at {least.stage.instant}), but {planner.cluster} has "
+        f"{format_bytes(least.capacity_bytes)} ({format_bytes(least.excess_bytes)} too little); "
+        f"the largest part is {category} with {format_bytes(amount)}",
         *conflict_lines(planner),
         *(f"remedy: {remedy}" for remedy in found),
     ]
     return InfeasibleError(
         "\n".join(lines),
         need_bytes=need,
-        capacity_bytes=capacity,
+        capacity_bytes=least.capacity_bytes,
         category=category,
         remedies=found,
     )
 
 
 def conflict_lines(planner: Planner) -> list[str]:
-    """Return which of the user's constraints conflict with the memory, in words.
+    """Return which constraints conflict with the memory of a device, in words.
 
-    The set is irreducible: each was kept because without it, and with the others, a plan fits.
+    They are the user's, the number of devices and, on GPUs, that nothing lies in host memory. The
+    set is irreducible: each was kept because without it, and with the others, a plan fits. Without
+    a number of devices there are as many as remedies try at most.
     """
     texts = constraint_texts(planner.pins, planner.limits)
+    texts[_DEVICES] = f"{planner.cluster.world_size} devices"
+    if _may_offload(planner):
+        texts[_HOST] = "nothing in host memory"
     kept = list(texts)
     for name in texts:
         fewer = [other for other in kept if other != name]
-        if not _fits(planner, constraints=fewer):
+        if not _fits_under(planner, fewer):
             kept = fewer
     if not kept:
         return []
     memory = f"{format_bytes(planner.cluster.total_bytes)} a device"
-    wanted = " and ".join((memory, *(texts[name] for name in kept)))
-    return [f"conflict: {wanted} do not go together; without any one of them a plan fits"]
+    *others, last = (memory, *(texts[name] for name in kept))
+    return [
+        f"conflict: {', '.join(others)} and {last} do not go together; without any one of them a "
+        "plan fits"
+    ]
+
+
+def _fits_under(planner: Planner, names: Collection[str]) -> bool:
+    """Return whether the plan of least memory fits under those constraints alone."""
+    most = None if _DEVICES in names else list(_larger(planner.cluster))[-1]
+    offload = () if _HOST in names or not _may_offload(planner) else OFFLOADS
+    return _fits(planner, constraints=names, cluster=most, offload=offload)
+
+
+def _may_offload(planner: Planner) -> bool:
+    return not planner.workload.offload and not planner.cluster.is_cpu
 
 
 def find_remedies(planner: Planner, need: int) -> tuple[str, ...]:
@@ -231,7 +289,7 @@ def _unpinned(planner: Planner) -> list[str]:
 
 def _offloaded(planner: Planner) -> list[str]:
     """Return the first set of parts that fit when they may lie in host memory."""
-    if planner.workload.offload or planner.cluster.is_cpu:
+    if not _may_offload(planner):
         return []
     for names in (*((name,) for name in OFFLOADS), OFFLOADS):
         if _fits(planner, offload=names):
@@ -255,8 +313,10 @@ def _other_devices(cluster: Cluster) -> Iterator[Cluster]:
     if cluster.is_cpu:
         return
     profiles = [load_profile(name) for name in list_profiles() if not name.startswith("cpu")]
+    least = min([cluster.total_bytes, *(group.device.memory_bytes for group in cluster.slower)])
+    known = "" if cluster.slower else cluster.device.name
     for device in sorted(profiles, key=lambda p: (p.memory_bytes, p.name)):
-        if device.memory_bytes > cluster.total_bytes and device.name != cluster.device.name:
+        if device.memory_bytes > least and device.name != known:
             yield Cluster.from_device(
                 device, num_nodes=cluster.num_nodes, gpus_per_node=cluster.gpus_per_node
             )
@@ -284,7 +344,7 @@ def _fits(
         changed.workload = replace(planner.workload, offload=offload)
     if cluster is not None:
         changed.cluster = cluster
-        if cluster.gpus_per_node == planner.cluster.gpus_per_node:
+        if cluster.gpus_per_node == planner.cluster.gpus_per_node and not offload:
             changed._pricers = {
                 rows: Pricer(
                     trace=pricer.trace,
@@ -295,8 +355,8 @@ def _fits(
                 )
                 for rows, pricer in planner._pricers.items()
             }
-    capacity = changed.cluster.total_bytes
     try:
-        return least_memory(changed, capacity).need_bytes <= capacity
+        least = _least_within(changed, is_any_enough=True)
     except (AutoplanError, ValueError):
         return False
+    return least is not None and least.excess_bytes <= 0

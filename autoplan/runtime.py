@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoplan.batch_splitter import BatchSplitter
+from autoplan.chunks import gathered
 from autoplan.errors import EmitError
 from autoplan.sharders import local_tensor, normalise_gradient
 from autoplan.stage_parts import StagePart, joined
@@ -321,8 +322,7 @@ class ParallelModule(nn.Module):
         for name, tensor in named.items():
             first = self._aliases.get(name, name)
             if first not in own:
-                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-                own[first] = whole.detach().cpu().clone()
+                own[first] = gathered(tensor).detach().cpu().clone()
         if self.plan.mesh.pp > 1:
             assert self.mesh is not None, "a pipeline has a mesh"
             parts: list[Any] = [None] * self.plan.mesh.pp

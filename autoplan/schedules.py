@@ -253,15 +253,10 @@ _ROUNDS = 3  # two warm up at most
 
 
 @cache
-def in_flight(
-    schedule: str, pp: int, num_microbatches: int, num_chunks: int
-) -> tuple[tuple[int, ...], ...]:
-    """Return per rank and stage of it the most micro-batches that are alive there at once."""
-    found = []
-    for own in schedule_actions(schedule, pp, num_microbatches, num_chunks):
-        stages = sorted({action.stage for action in own})
-        found.append(tuple(most_in_flight([a for a in own if a.stage == s]) for s in stages))
-    return tuple(found)
+def in_flight(schedule: str, pp: int, num_microbatches: int, num_chunks: int) -> tuple[int, ...]:
+    """Return per rank the most micro-batches that are alive at once, summed over its stages."""
+    listed = schedule_actions(schedule, pp, num_microbatches, num_chunks)
+    return tuple(most_in_flight(own) for own in listed)
 
 
 def most_in_flight(actions: Sequence[Action]) -> int:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any, Literal
 
 from autoplan.cluster import Cluster
@@ -132,23 +133,25 @@ class Setting:
         """Return into how many parts ZeRO divides optimizer states: 1 for stage 0."""
         return self.dp_shard if self.zero_stage >= 1 else 1
 
-    def live(self) -> tuple[int, ...]:
+    def alive(self) -> tuple[float, ...]:
         """Return per rank of the pipeline the micro-batches that are alive at once.
 
-        Of a rank with several stages the mean over them, rounded up.
+        Of a rank with several stages the mean over them where they hold most together.
         """
         m = self.num_microbatches
         if self.schedule == "1f1b":
             return tuple(min(m, self.pp - s) for s in range(self.pp))
         if self.schedule in MULTI_STAGE:
-            counts = in_flight(
-                self.schedule, self.pp, enough_rounds(m, self.pp), self.virtual_stages
-            )
-            return tuple(-(-sum(own) // len(own)) for own in counts)
+            enough, v = enough_rounds(m, self.pp), self.virtual_stages
+            return tuple(count / v for count in in_flight(self.schedule, self.pp, enough, v))
         return (m,) * self.pp if self.schedule == "gpipe" else (1,)
 
+    def live(self) -> tuple[int, ...]:
+        """Return `alive`, rounded up."""
+        return tuple(math.ceil(count) for count in self.alive())
 
-_CHUNKS = (2, 4, 8)  # tried where the schedule is pinned to interleaved, without their number
+
+_CHUNKS = (2, 4, 8)  # stages a rank that are tried beside those that divide the alike blocks
 _SCHEDULES = ("none", "1f1b", "gpipe", "interleaved", "zero_bubble")
 _SEARCHED = ("1f1b", "gpipe", "interleaved")
 _USUAL_SCHEDULES = ("none", "1f1b", "interleaved")  # these need no word beside pp and v
@@ -227,8 +230,8 @@ def _unlimited(
             if is_pinned_off or (tp > cluster.gpus_per_node and "tp" not in pins):
                 continue
             for placed in _placements(cluster, dp, tp, pp, pins):
-                chunks = 0 if cluster.slower else num_alike // pp
-                yield from _batch_settings(dp, tp, pp, workload, pins, *placed, chunks)
+                alike = 0 if cluster.slower else num_alike
+                yield from _batch_settings(dp, tp, pp, workload, pins, *placed, alike)
 
 
 def _batch_settings(
@@ -239,7 +242,7 @@ def _batch_settings(
     pins: Mapping[str, Any],
     dp_replicate: int,
     axis_order: AxisOrder,
-    most_chunks: int,
+    num_alike: int,
 ) -> Iterator[Setting]:
     if workload.global_batch_size % dp:
         return
@@ -257,7 +260,7 @@ def _batch_settings(
         for zero, offload in _sharding(dp, workload):
             if pins.get("zero_stage", zero) != zero or (zero == 0 and dp_replicate > 1):
                 continue
-            for schedule, chunks in _schedules(pp, m, most_chunks, pins):
+            for schedule, chunks in _schedules(pp, m, num_alike, pins):
                 if chunks > 1 and offload != "none":
                     continue
                 yield Setting(
@@ -276,13 +279,12 @@ def _batch_settings(
 
 
 def _schedules(
-    pp: int, m: int, most_chunks: int, pins: Mapping[str, Any]
+    pp: int, m: int, num_alike: int, pins: Mapping[str, Any]
 ) -> Iterator[tuple[Schedule, int]]:
     """Yield the schedules of m micro-batches over pp ranks, with the stages of each rank.
 
     GPipe is as fast as 1F1B and needs more memory, so it is for fewer micro-batches than ranks, or
-    for who wants it. Several stages a rank are for who asks for them too: to try them everywhere
-    doubles the time of a search.
+    for who wants it.
     """
     if pp == 1:
         if "schedule" not in pins and pins.get("virtual_stages", 1) == 1:
@@ -293,12 +295,26 @@ def _schedules(
         usual: Schedule = "1f1b" if m >= pp else "gpipe"
         if wanted in (None, usual, "gpipe"):
             yield wanted or usual, 1
-    is_asked = wanted == "interleaved" or (wanted is None and "virtual_stages" in pins)
-    if is_asked and m % pp == 0:
-        tried = (pins["virtual_stages"],) if "virtual_stages" in pins else _CHUNKS
-        for chunks in tried:
-            if 1 < chunks <= most_chunks:
+    if wanted in (None, "interleaved") and m % pp == 0:
+        most = num_alike // pp
+        pinned = pins.get("virtual_stages")
+        for chunks in _chunks(num_alike, pp) if pinned is None else (pinned,):
+            if 1 < chunks <= most:
                 yield "interleaved", chunks
+
+
+@lru_cache(maxsize=256)
+def _chunks(num_alike: int, pp: int) -> tuple[int, ...]:
+    """Return the numbers of stages a rank that are tried.
+
+    Each stage has an alike block, and beside a few powers of two all have equally many.
+    """
+    most = num_alike // pp
+    return tuple(
+        chunks
+        for chunks in range(2, most + 1)
+        if chunks in _CHUNKS or num_alike % (pp * chunks) == 0
+    )
 
 
 def _placements(

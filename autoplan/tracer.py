@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from autoplan.backends import Backend
+from autoplan.batch_linearity import linearity_notes
 from autoplan.batches import LossFn
 from autoplan.capturer import capture
 from autoplan.custom_ops import custom_op
@@ -136,7 +137,8 @@ def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str
         num_parameters=num_parameters,
         num_trained=num_trained,
         backend=backend,
-        notes=_notes(program, runs.values(), blocks, backend),
+        notes=_notes(program, runs.values(), blocks, backend)
+        + linearity_notes(program, dimensions),
         fingerprint=program.fingerprint,
         versions=_versions(),
     )

@@ -3,9 +3,8 @@
 A row of published measurements gives a model, a cluster, a batch and the configuration that its
 authors tuned. The configuration is priced by `autoplan.estimate`, the model is planned by
 `autoplan.optimize` for the same cluster and batch, both as autoplan's own engine runs them, and the
-ratio of the two predicted step times is printed with the category that changed most. What our space
-lacks (interleaving, sequence parallelism) may make a configuration faster than any plan of it; the
-row says what it uses.
+ratio of the two predicted step times is printed with the category that changed most, and with what
+the configuration uses beside its degrees.
 """
 
 from __future__ import annotations
@@ -27,19 +26,25 @@ from autoplan.report import table
 from benchmarks.published_models import Decoder, batch_of
 from benchmarks.published_rows import Configuration, Skipped, configurations
 
-__all__ = ["compared", "outside_of_space"]
+__all__ = ["compared", "used_by"]
 
 _OUTSIDE = ("product_dtype", "is_compiled")
 _MATCH = 1 + 1e-6
 
 
-def outside_of_space(options: Mapping[str, Any]) -> str:
-    """Return what a published configuration uses that no plan of ours can."""
+def used_by(configuration: Configuration) -> str:
+    """Return what a published configuration uses beside its degrees.
+
+    Plans have all of it but slices of an embedding that the head shares, which are priced only.
+    """
+    options = configuration.options
     found = []
     if options.get("virtual_stages", 1) > 1:
-        found.append(f"{options['virtual_stages']} virtual stages")
+        found.append(f"{options['virtual_stages']} stages a rank")
     if options.get("sequence_parallel"):
         found.append("sequence parallelism")
+    if configuration.shape.is_tied and (options.get("tp") or 1) > 1:
+        found.append("a tied embedding in slices")
     return ", ".join(found)
 
 
@@ -83,7 +88,7 @@ def compared(configuration: Configuration, label: str) -> dict[str, Any]:
         "ours_s": plan.predicted.step_time_s,
         "ratio": plan.predicted.step_time_s / published.step_time_s,
         "most": f"{most} {gains[most]:+.3g} s",
-        "outside": outside_of_space(options),
+        "published uses": used_by(configuration),
     }
 
 
@@ -109,7 +114,7 @@ def _shown(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Print the table; leave with 1 where a configuration of our space that fits is faster."""
+    """Print the table; leave with 1 where a configuration that fits is faster."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", type=Path, nargs="+", help="tables of published measurements")
     parser.add_argument("--only", default="", help="rows whose label holds this text")
@@ -121,7 +126,7 @@ def main() -> None:
     print(_shown(rows))
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    if any(r["ratio"] > _MATCH and r["fits"] and not r["outside"] for r in rows):
+    if any(r["ratio"] > _MATCH and r["fits"] for r in rows):
         sys.exit(1)
 
 

@@ -1,26 +1,30 @@
 """Whether what autoplan emits computes the same on every supported torch.
 
     python benchmarks/torch_matrix.py [--versions 2.11.0 2.12.0 2.13.0] [--folder DIR] [--tests ...]
+        [--use VERSION=PATH ...]
 
 For each version a virtual environment is made in the folder (kept, and used again), this repository
 is installed into it beside that torch, and the tests of numerics are run: each emitted module
-equals the single device, in float64, on gloo processes.
+equals the single device, in float64, on gloo processes. Nothing is installed for a version that is
+there already: `--use` names a python that has it, or a folder of packages (`pip install --target`)
+that is put before those of the python that runs this.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from autoplan.report import table
 
-__all__ = ["outcome_of", "run_version"]
+__all__ = ["found_at", "outcome_of", "run_version"]
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("2.11.0", "2.12.0", "2.13.0")
@@ -30,25 +34,51 @@ TESTS = (
     "tests/test_checkpoints.py",
     "tests/test_evaluation.py",
     "tests/test_layout_numerics.py",
+    "tests/test_lowering.py",
+    "tests/test_compiled.py",
+    "tests/test_split_backward.py",
 )
 _SUMMARY = re.compile(r"(\d+) (passed|failed|errors?|skipped)")
 
 
-def run_version(version: str, folder: Path, tests: Sequence[str]) -> tuple[str, ...]:
-    """Return version, passed, failed and the first failure, of the tests under a torch."""
-    home = folder / f"torch-{version}"
-    python = home / "bin" / "python"
-    if not python.exists():
-        made = _run([sys.executable, "-m", "venv", str(home)])
-        if made.returncode:
-            return version, "-", "-", _last_line(made)
-    installed = _run(
-        [str(python), "-m", "pip", "install", "-q", f"torch=={version}", "-e", f"{ROOT}[hf,dev]"]
-    )
-    if installed.returncode:
-        return version, "-", "-", _last_line(installed)
-    done = _run([str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests])
+def run_version(
+    version: str, folder: Path, tests: Sequence[str], found: Path | None = None
+) -> tuple[str, ...]:
+    """Return version, passed, failed and the first failure, of the tests under a torch.
+
+    Args:
+        version: of torch.
+        folder: where environments are made.
+        tests: files or names of tests.
+        found: a python or a folder of packages that has it; None makes an environment.
+    """
+    python, environment = (sys.executable, {}) if found is None else found_at(found)
+    if found is None:
+        home = folder / f"torch-{version}"
+        python = str(home / "bin" / "python")
+        folder.mkdir(parents=True, exist_ok=True)
+        if not Path(python).exists():
+            made = _run([sys.executable, "-m", "venv", str(home)])
+            if made.returncode:
+                return version, "-", "-", _last_line(made)
+        wanted = ["-q", f"torch=={version}", "-e", f"{ROOT}[hf,dev]"]
+        installed = _run([python, "-m", "pip", "install", *wanted])
+        if installed.returncode:
+            return version, "-", "-", _last_line(installed)
+    told = _run([python, "-c", "import torch; print(torch.__version__)"], environment)
+    if told.returncode or told.stdout.strip().partition("+")[0] != version:
+        return version, "-", "-", f"{found or python} has {_last_line(told)}"
+    done = _run([python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests], environment)
     return version, *outcome_of(done.stdout)
+
+
+def found_at(path: Path) -> tuple[str, Mapping[str, str]]:
+    """Return the python to run, and variables to set, for a python or a folder of packages."""
+    if not path.exists():
+        raise SystemExit(f"{path} is not there: name a python, or a folder that holds torch")
+    if not path.is_dir():
+        return str(path), {"PYTHONPATH": str(ROOT)}
+    return sys.executable, {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
 
 
 def outcome_of(printed: str) -> tuple[str, str, str]:
@@ -59,12 +89,21 @@ def outcome_of(printed: str) -> tuple[str, str, str]:
     return counts.get("passed", "0"), str(failed), found.group(1)[:100] if found else ""
 
 
-def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+def _run(
+    command: Sequence[str], environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+        env={**os.environ, **(environment or {})},
+    )
 
 
 def _last_line(done: subprocess.CompletedProcess[str]) -> str:
-    lines = (done.stderr or done.stdout).strip().splitlines()
+    lines = ((done.stderr if done.returncode else "") or done.stdout).strip().splitlines()
     return lines[-1][:100] if lines else f"exit code {done.returncode}"
 
 
@@ -76,9 +115,15 @@ def main() -> None:
     parser.add_argument("--versions", nargs="+", default=list(VERSIONS))
     parser.add_argument("--folder", type=Path, default=ROOT / ".matrix")
     parser.add_argument("--tests", nargs="+", default=list(TESTS))
+    parser.add_argument("--use", nargs="+", default=[], metavar="VERSION=PATH")
     options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    rows = [run_version(version, options.folder, options.tests) for version in options.versions]
+    found = {one.partition("=")[0]: Path(one.partition("=")[2]) for one in options.use}
+    if unknown := set(found) - set(options.versions):
+        parser.error(f"--use names {', '.join(sorted(unknown))}, which --versions does not")
+    rows = [
+        run_version(version, options.folder, options.tests, found.get(version))
+        for version in options.versions
+    ]
     print(table([("torch", "passed", "failed", "first failure"), *rows]))
     if any(row[2] != "0" for row in rows):
         raise SystemExit(1)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +39,7 @@ Structure = tuple[object, ...]
 _Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """The decision of one op: edges from keys before it to keys after it, ordered by `source`.
 
@@ -56,6 +57,16 @@ class Step:
     row: _Ints
     first: _Ints
     num_targets: int
+
+    @cached_property
+    def leaving(self) -> _Ints:
+        """Return the keys before it that have an edge."""
+        return np.nonzero(self.first[:-1] < self.first[1:])[0]
+
+    @cached_property
+    def starts(self) -> _Ints:
+        """Return the first edges of these."""
+        return self.first[self.leaving]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,9 +140,8 @@ def _to_end(
         if masks is not None:
             total[~masks[index]] = UNREACHABLE
         before = np.full(len(step.first) - 1, UNREACHABLE, dtype=np.int64)
-        has_edge = step.first[:-1] < step.first[1:]
         if len(total):
-            before[has_edge] = np.minimum.reduceat(total, step.first[:-1][has_edge])
+            before[step.leaving] = np.minimum.reduceat(total, step.starts)
         to_end.append(before)
     to_end.reverse()
     return to_end
@@ -286,6 +285,11 @@ def _between(steps: Elimination, costs: Costs, gaps: Sequence[_Gap]) -> list[Lab
         return []
     least_time = cheapest(steps, costs, 1, 0).to_end
     least_memory = cheapest(steps, costs, 0, 1).to_end
+    lean_time = _column([gap.lean.time for gap in gaps])
+    fast_memory = _column([gap.fast.memory for gap in gaps])
+    corner = _column([gap.corner for gap in gaps])
+    time_weight = _column([gap.paths.time_weight for gap in gaps])
+    memory_weight = _column([gap.paths.memory_weight for gap in gaps])
     key = np.zeros(1, dtype=np.int64)
     time = memory = np.zeros(1, dtype=np.int64)
     history: list[tuple[_Ints, _Ints]] = []
@@ -297,16 +301,13 @@ def _between(steps: Elimination, costs: Costs, gaps: Sequence[_Gap]) -> list[Lab
         key = step.target[edge]
         time = time[parent] + costs.time[step.row[edge]]
         memory = memory[parent] + costs.memory[step.row[edge]]
-        fits = np.zeros(len(key), dtype=np.bool_)
-        for gap in gaps:
-            paths = gap.paths
-            weighted = paths.time_weight * time + paths.memory_weight * memory
-            fits |= (
-                (time + least_time[index][key] < gap.lean.time)
-                & (memory + least_memory[index][key] < gap.fast.memory)
-                & (weighted + paths.to_end[index][key] <= gap.corner)
-            )
-        kept = np.nonzero(fits)[0]
+        to_end = np.stack([gap.paths.to_end[index] for gap in gaps])[:, key]
+        fits = (
+            (time + least_time[index][key] < lean_time)
+            & (memory + least_memory[index][key] < fast_memory)
+            & (time_weight * time + memory_weight * memory + to_end <= corner)
+        )
+        kept = np.nonzero(fits.any(axis=0))[0]
         kept = kept[_undominated(key[kept], time[kept], memory[kept])]
         if len(kept) > _MAX_LABELS:
             raise TooManyLabelsError
@@ -318,6 +319,10 @@ def _between(steps: Elimination, costs: Costs, gaps: Sequence[_Gap]) -> list[Lab
         )
         for label in range(len(key))
     ]
+
+
+def _column(values: Sequence[int]) -> _Ints:
+    return np.array(values, dtype=np.int64)[:, None]
 
 
 def _undominated(key: _Ints, time: _Ints, memory: _Ints) -> _Ints:

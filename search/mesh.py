@@ -15,62 +15,19 @@ from __future__ import annotations
 
 import heapq
 import time as clock
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from autoplan.search.ahead import Crew, Task
+from autoplan.search.candidates import Candidate, Key, Refinement
 from autoplan.search.problem import PipelineSolution, Status
 
-__all__ = [
-    "NOTHING_FITS",
-    "Candidate",
-    "MeshResult",
-    "Outcome",
-    "OutcomeKind",
-    "Progress",
-    "Refinement",
-    "search_settings",
-]
+__all__ = ["MeshResult", "Outcome", "OutcomeKind", "Progress", "search_settings"]
 
 OutcomeKind = Literal["best", "slower", "cut", "infeasible", "unexplored"]
 
-_Key = tuple[int, ...]
-
-NOTHING_FITS = "no cut and choice of options fits the memory"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refinement:
-    """A tighter look at a candidate: a lower bound in ticks, or why it cannot be."""
-
-    bound: int = 0
-    infeasible: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """One setting of the mesh.
-
-    Attributes:
-        name: for reports.
-        key: order of simplicity, unique; of equally fast settings the smaller key wins.
-        lower_bound: ticks; no solution of the candidate is below it.
-        solve: `(cutoff, time_limit_s)` -> solution, with the statuses of `solve_pipeline`.
-        refinements: each gives a tighter bound or a reason why the setting cannot be; cheap first,
-            each is called at most once.
-        infeasible: reason why the setting cannot be, if that is known from the start.
-        reason_without: what to say where `solve` finds no solution at all.
-        waits: solve it only once there is an objective to cut it off with, if others are left.
-    """
-
-    name: str
-    key: _Key
-    lower_bound: int
-    solve: Callable[[int | None, float], PipelineSolution]
-    refinements: tuple[Callable[[], Refinement], ...] = ()
-    infeasible: str | None = None
-    reason_without: str = NOTHING_FITS
-    waits: bool = False
+_ALONE_S = 0.1  # a shorter search needs no workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +45,7 @@ class Outcome:
     """
 
     name: str
-    key: _Key
+    key: Key
     kind: OutcomeKind
     objective: int | None
     bound: int
@@ -124,6 +81,7 @@ class MeshResult:
         is_interrupted: Ctrl-C or `should_stop` ended the search.
         num_refined: calls of refinements.
         num_solved: calls of `solve`.
+        decoded: what `Candidate.decode` of the winner gives; None without a solution.
         wall_time_s: seconds of the whole search.
     """
 
@@ -137,6 +95,7 @@ class MeshResult:
     num_refined: int
     num_solved: int
     wall_time_s: float
+    decoded: Any = None
 
     @property
     def gap(self) -> float | None:
@@ -152,13 +111,17 @@ class MeshResult:
 
 @dataclass(slots=True, kw_only=True)
 class _Entry:
-    """What is known of one candidate; `is_settled` once nothing more is to be learned."""
+    """What is known of one candidate.
+
+    `is_settled`: it is the best, or proven not to be. `is_exhausted`: more is not to be learned.
+    """
 
     candidate: Candidate
     bound: int
     slice_s: float
     num_refined: int = 0
     is_settled: bool = False
+    is_exhausted: bool = False
     infeasible: str | None = None
     solution: PipelineSolution | None = None
     wall_time_s: float = 0.0
@@ -167,7 +130,16 @@ class _Entry:
 class _MeshSearch:
     """The state of one search."""
 
-    def __init__(self, candidates: Sequence[Candidate], time_limit_s: float, slice_s: float):
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        time_limit_s: float,
+        slice_s: float,
+        workers: int = 1,
+    ):
+        self.candidates = candidates
+        self.workers = min(workers, len({candidate.group for candidate in candidates}))
+        self.crew: Crew | None = None
         self.started = clock.monotonic()
         self.deadline = self.started + time_limit_s
         self.entries = [
@@ -183,8 +155,7 @@ class _MeshSearch:
         self.best: _Entry | None = None
         self.num_refined = 0
         self.num_solved = 0
-        self.queue: list[tuple[int, _Key, int]] = []
-        self.waiting: list[int] = []
+        self.queue: list[tuple[int, Key, int]] = []
         for index, entry in enumerate(self.entries):
             if not entry.is_settled:
                 self.push(index)
@@ -222,40 +193,68 @@ class _MeshSearch:
         if cutoff is not None and entry.bound >= cutoff:
             entry.is_settled = True
             return
-        is_refined = entry.num_refined == len(entry.candidate.refinements)
-        if is_refined and entry.candidate.waits and self.best is None and self.queue:
-            self.waiting.append(index)
-            return
         started = clock.monotonic()
         try:
             if entry.num_refined < len(entry.candidate.refinements):
-                self.refine(entry)
+                self.refine(index, entry)
             else:
-                self.solve(entry, cutoff)
+                self.solve(index, entry, cutoff)
         finally:
             entry.wall_time_s += clock.monotonic() - started
-            if not entry.is_settled:
+            if not entry.is_settled and not entry.is_exhausted:
                 self.push(index)
-            if self.best is not None or not self.queue:
-                for waiting in self.waiting:
-                    self.push(waiting)
-                self.waiting = []
 
-    def refine(self, entry: _Entry) -> None:
+    def call(self, index: int, task: str, *arguments: Any) -> Any:
+        """Return what a task of a candidate gives, here or by a worker."""
+        if self.crew is None and self.workers > 1 and self.is_long():
+            self.crew = Crew(self.candidates, self.workers, self.upcoming)
+        if self.crew is None:
+            return self.candidates[index].call(task, *arguments)
+        return self.crew.call(index, task, *arguments)
+
+    def is_long(self) -> bool:
+        """Return whether the search has taken so long that processes of its own are worth it."""
+        return clock.monotonic() - self.started > _ALONE_S
+
+    def upcoming(self, known: Mapping[Task, Any]) -> Iterator[Task]:
+        """Yield refinements that are not known, those first that will probably be asked first."""
+        waiting: list[tuple[int, Key, Task]] = []
+        for index, entry in enumerate(self.entries):
+            bound, level = entry.bound, entry.num_refined
+            while (found := known.get((index, "refine", (level,)))) is not None:
+                is_done, refinement = found
+                if not is_done or refinement.infeasible is not None:
+                    level = len(entry.candidate.refinements)
+                    break
+                bound, level = max(bound, refinement.bound), level + 1
+            cutoff = self.cutoff_of(entry)
+            is_open = not entry.is_settled and (cutoff is None or bound < cutoff)
+            if is_open and level < len(entry.candidate.refinements):
+                waiting.append((bound, entry.candidate.key, (index, "refine", (level,))))
+        for _, _, task in sorted(waiting):
+            yield task
+
+    def end(self) -> None:
+        """End the workers."""
+        if self.crew is not None:
+            self.crew.end()
+            self.crew, self.workers = None, 1
+
+    def refine(self, index: int, entry: _Entry) -> None:
         """Tighten the bound of a candidate, or learn that it cannot be."""
         self.num_refined += 1
-        refinement = entry.candidate.refinements[entry.num_refined]()
+        refinement: Refinement = self.call(index, "refine", entry.num_refined)
         entry.num_refined += 1
         entry.bound = max(entry.bound, refinement.bound)
         if refinement.infeasible is not None:
             entry.infeasible = refinement.infeasible
             entry.is_settled = True
 
-    def solve(self, entry: _Entry, cutoff: int | None) -> None:
+    def solve(self, index: int, entry: _Entry, cutoff: int | None) -> None:
         """Solve a candidate for its share of the time, and keep it if it is the best."""
         self.num_solved += 1
         left_s = max(self.deadline - clock.monotonic(), 0.0)
-        solution = entry.candidate.solve(cutoff, min(entry.slice_s, left_s))
+        solution: PipelineSolution = self.call(index, "solve", cutoff, min(entry.slice_s, left_s))
         entry.slice_s *= 2
         if solution.status == "infeasible":
             entry.is_settled = True
@@ -265,6 +264,7 @@ class _MeshSearch:
                 entry.bound = max(entry.bound, cutoff)
             return
         entry.bound = max(entry.bound, solution.bound)
+        entry.is_exhausted = solution.is_final
         if solution.status == "unknown":
             return
         if entry.solution is None or solution.objective < entry.solution.objective:
@@ -306,8 +306,16 @@ class _MeshSearch:
             is_interrupted=is_interrupted,
             num_refined=self.num_refined,
             num_solved=self.num_solved,
+            decoded=self.decoded(),
             wall_time_s=clock.monotonic() - self.started,
         )
+
+    def decoded(self) -> Any:
+        """Return what the best solution means to the caller, None without one."""
+        if self.best is None:
+            return None
+        index = next(i for i, entry in enumerate(self.entries) if entry is self.best)
+        return self.call(index, "decode", self.best.solution)
 
     def outcome(self, entry: _Entry) -> Outcome:
         """Return why a candidate is or is not the answer."""
@@ -330,6 +338,8 @@ class _MeshSearch:
         if entry.infeasible is not None:
             return "infeasible", entry.infeasible
         if not entry.is_settled:
+            if entry.is_exhausted:
+                return "unexplored", "what was found is not faster, its bound is"
             return "unexplored", "the search ended before this setting was settled"
         assert self.objective is not None, "settled without a solution, but not infeasible"
         if entry.solution is not None:
@@ -344,6 +354,7 @@ def search_settings(
     should_stop: Callable[[], bool] | None = None,
     progress: Callable[[Progress], None] | None = None,
     first_slice_s: float = 10.0,
+    workers: int = 1,
 ) -> MeshResult:
     """Return the candidate of least objective, and why every other one is not it.
 
@@ -354,6 +365,8 @@ def search_settings(
         progress: told after every step.
         first_slice_s: seconds that one candidate may take before the others get their turn; it
             comes back with twice as much.
+        workers: processes that may work ahead; the steps of the search and its result are the same
+            with any number.
 
     Returns:
         The result; time-out and infeasibility are statuses, not errors.
@@ -365,7 +378,7 @@ def search_settings(
     """
     if len({candidate.key for candidate in candidates}) != len(candidates):
         raise ValueError("two candidates have the same key: keys break ties, so make them differ")
-    search = _MeshSearch(candidates, time_limit_s, first_slice_s)
+    search = _MeshSearch(candidates, time_limit_s, first_slice_s, workers)
     is_interrupted = False
     try:
         while search.queue and clock.monotonic() < search.deadline:
@@ -375,11 +388,14 @@ def search_settings(
             search.step()
             if progress is not None:
                 progress(search.progress())
+        return search.result(is_interrupted)
     except KeyboardInterrupt:
+        search.end()  # what a worker is at may take long
         if search.best is None:
             raise
-        is_interrupted = True
-    return search.result(is_interrupted)
+        return search.result(True)
+    finally:
+        search.end()
 
 
 def _slower_by(value: int, best: int, subject: str) -> str:

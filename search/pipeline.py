@@ -172,10 +172,10 @@ def _undominated_options(options: Sequence[BlockOption]) -> tuple[int, ...]:
 
 def _interval_bounds(problem: PipelineProblem) -> NDArray[np.int64]:
     """Return [stage, start, end] bounds; UNREACHABLE where the cuts or the memory forbid it."""
-    blocks = [run.options for run in problem.runs for _ in range(run.count)]
     size, last = problem.num_blocks + 1, problem.num_stages - 1
     is_cut = np.zeros(size, dtype=np.bool_)
     is_cut[list(cut_positions(problem))] = True
+    places = np.nonzero(is_cut | np.isin(np.arange(size), (0, size - 1)))[0]
     ends = np.arange(size)
     long_enough = ends[None, :] - ends[:, None] >= problem.min_blocks
     if problem.anchors:
@@ -187,9 +187,11 @@ def _interval_bounds(problem: PipelineProblem) -> NDArray[np.int64]:
     for stage, live in enumerate(problem.live):
         room = problem.capacity[stage] - problem.fixed[stage]
         if (live, room) not in known:
-            exact = stage_time_bounds(blocks, live, room)
+            exact = stage_time_bounds(problem.runs, live, room, places.tolist())
             rounded = rounded_up(exact, problem.grain)
-            known[live, room] = np.where(exact < UNREACHABLE, rounded, UNREACHABLE)
+            own = np.full((size, size), UNREACHABLE)
+            own[np.ix_(places, places)] = np.where(exact < UNREACHABLE, rounded, UNREACHABLE)
+            known[live, room] = own
         may_start = is_cut if stage > 0 else ends == 0
         may_end = is_cut if stage < last else ends == size - 1
         allowed = may_start[:, None] & may_end[None, :] & long_enough

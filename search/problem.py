@@ -197,6 +197,7 @@ class PipelineSolution:
             smaller index come first.
         objective: ticks; `bound` is proven: no solution is below it.
         variant: which one of the caller's problems it solves, where there are several.
+        is_final: more time would neither improve it nor raise the bound.
     """
 
     status: Status
@@ -205,3 +206,4 @@ class PipelineSolution:
     objective: int
     bound: int
     variant: int = 0
+    is_final: bool = False

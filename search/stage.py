@@ -40,7 +40,14 @@ from autoplan.search.problem import BlockOption, Run, Status
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
-__all__ = ["StageSolution", "add_peak", "solve_stage", "stage_time_bounds"]
+__all__ = [
+    "StageSolution",
+    "add_peak",
+    "memory_prices",
+    "option_table",
+    "solve_stage",
+    "stage_time_bounds",
+]
 
 _NUM_PRICES = 24
 
@@ -63,57 +70,65 @@ class StageSolution:
 
 
 def stage_time_bounds(
-    blocks: Sequence[Sequence[BlockOption]], live: int, room: int
+    runs: Sequence[Run], live: int, room: int, cuts: Sequence[int] | None = None
 ) -> NDArray[np.int64]:
     """Return [start, end] lower bounds in ticks of running blocks start..end-1 as one stage.
 
-    UNREACHABLE where start >= end or where the blocks need more than `room` in any case.
+    UNREACHABLE where start >= end or where the blocks need more than `room` in any case. Starts and
+    ends are those of `cuts`, or every position.
     """
-    times, held = _option_table(blocks, live)
-    working = np.array([min(option.working for option in block) for block in blocks])
-    spare = room - _interval_max(working)
-    least_held = _interval_sums(held.min(axis=1))
-    bounds = _interval_sums(times.min(axis=1))
-    for price in _prices(times, held):
+    counts = [run.count for run in runs]
+    times, held = option_table([run.options for run in runs], live)
+    working = np.array([min(option.working for option in run.options) for run in runs])
+    size = sum(counts) + 1
+    places = np.arange(size) if cuts is None else np.asarray(cuts)
+
+    def sums(of_run: NDArray[Any]) -> NDArray[np.float64]:
+        return _interval_sums(np.repeat(of_run, counts), places)
+
+    spare = room - _interval_max(np.repeat(working, counts), places)
+    bounds = sums(times.min(axis=1))
+    for price in memory_prices(times, held):
         priced = (times + price * held).min(axis=1)
-        slack = _BOUND_SLACK * (priced.sum() + price * np.abs(spare))
-        bounds = np.maximum(bounds, _interval_sums(priced) - price * spare - slack)
+        slack = _BOUND_SLACK * ((priced * counts).sum() + price * np.abs(spare))
+        bounds = np.maximum(bounds, sums(priced) - price * spare - slack)
     rounded = np.ceil(bounds * (1.0 - _BOUND_SLACK))
-    size = len(blocks) + 1
-    impossible = (least_held > spare) | (np.arange(size)[:, None] >= np.arange(size)[None, :])
+    impossible = (sums(held.min(axis=1)) > spare) | (places[:, None] >= places[None, :])
     return np.where(impossible, UNREACHABLE, np.clip(rounded, 0, UNREACHABLE)).astype(np.int64)
 
 
-def _option_table(
-    blocks: Sequence[Sequence[BlockOption]], live: int
+def option_table(
+    blocks: Sequence[Sequence[BlockOption]], live: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return [block, option] times and memory held by `live` micro-batches.
 
     Blocks with fewer options than others repeat their last one.
     """
     width = max(len(block) for block in blocks)
-    rows = [[block[min(index, len(block) - 1)] for index in range(width)] for block in blocks]
-    times = [[option.forward + option.backward for option in row] for row in rows]
-    held = [[option.static + live * option.kept for option in row] for row in rows]
-    return np.array(times, dtype=np.float64), np.array(held, dtype=np.float64)
+    rows = [[*block, *[block[-1]] * (width - len(block))] for block in blocks]
+    numbers = np.array(
+        [[(o.forward + o.backward, o.static, o.kept) for o in row] for row in rows],
+        dtype=np.float64,
+    )
+    return numbers[:, :, 0], numbers[:, :, 1] + live * numbers[:, :, 2]
 
 
-def _interval_sums(values: NDArray[Any]) -> NDArray[np.float64]:
-    """Return [start, end] sums of values[start:end]."""
-    prefix = np.concatenate([[0.0], np.cumsum(values.astype(np.float64))])
+def _interval_sums(values: NDArray[Any], places: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return [start, end] sums of values[start:end] for the starts and ends of `places`."""
+    prefix = np.concatenate([[0.0], np.cumsum(values.astype(np.float64))])[places]
     return np.asarray(prefix[None, :] - prefix[:, None])
 
 
-def _interval_max(values: NDArray[Any]) -> NDArray[np.float64]:
+def _interval_max(values: NDArray[Any], places: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return [start, end] maxima of values[start:end], 0 where empty."""
-    size = len(values) + 1
-    peaks = np.zeros((size, size))
-    for start in range(len(values)):
-        peaks[start, start + 1 :] = np.maximum.accumulate(values[start:])
+    inner = [values[a:b].max() for a, b in pairwise(places.tolist())]
+    peaks = np.zeros((len(places), len(places)))
+    for start in range(len(inner)):
+        peaks[start, start + 1 :] = np.maximum.accumulate(inner[start:])
     return peaks
 
 
-def _prices(times: NDArray[np.float64], held: NDArray[np.float64]) -> list[float]:
+def memory_prices(times: NDArray[np.float64], held: NDArray[np.float64]) -> list[float]:
     """Return prices of memory in ticks per unit, spread over the blocks' own exchange rates."""
     rates = set()
     for own_times, own_held in np.unique(np.stack([times, held], axis=1), axis=0):

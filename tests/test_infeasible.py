@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from autoplan.cluster import Cluster
+from autoplan.cluster import Cluster, NodeGroup
 from autoplan.errors import InfeasibleError, SearchLimitError
 from autoplan.optimizing import find_plan, optimize
 from autoplan.planner import Planner, make_planner
+from autoplan.profiles import load_profile
 from autoplan.remedies import least_memory
 from autoplan.search.mesh import Progress
 from autoplan.units import format_bytes_up, parse_bytes
@@ -46,8 +47,27 @@ def test_message_states_need_capacity_category_and_remedies(gpu_error: Infeasibl
     assert re.search(r"no plan fits: .*dp=\d.* needs [\d.]+ KiB a device \(at ", text)
     assert "1x2:v100_sxm_32gb has 40.00 KiB" in text
     assert f"the largest part is {gpu_error.category} with " in text
-    assert [f"remedy: {r}" for r in gpu_error.remedies] == text.splitlines()[1:]
-    assert "conflict" not in text, "nothing was pinned"
+    assert [f"remedy: {r}" for r in gpu_error.remedies] == text.splitlines()[2:]
+
+
+def test_what_conflicts_without_any_pin_is_named_and_irreducible(
+    gpu_error: InfeasibleError,
+) -> None:
+    line = next(x for x in str(gpu_error).splitlines() if x.startswith("conflict: "))
+    assert "40.00 KiB a device, 2 devices and nothing in host memory do not go" in line
+    planner = planner_of(CHAIN, cluster_of("1x2:v100", "40KiB"), workload_of(4))
+    offloading = replace(planner.workload, offload=("optimizer", "activations"))
+    assert find_plan(planner.unpriced(workload=offloading))
+    assert find_plan(planner_of(CHAIN, cluster_of("1x4:v100", "40KiB"), workload_of(4)))
+
+
+def test_the_device_that_is_too_small_is_the_one_that_counts() -> None:
+    large = replace(load_profile("a100_sxm_80gb"), reserve_bytes=0)
+    small = NodeGroup(num_nodes=1, device=replace(large, name="small", memory_bytes=4096))
+    cluster = replace(Cluster.from_device(large, num_nodes=2, gpus_per_node=1), slower=(small,))
+    error = error_of(planner_of(CHAIN, cluster, workload_of(4), {"pp": 2}))
+    assert error.capacity_bytes == 4096 < error.need_bytes
+    assert any(remedy.startswith("devices of ") for remedy in error.remedies)
 
 
 def test_error_survives_the_broadcast_to_other_ranks(gpu_error: InfeasibleError) -> None:

@@ -142,11 +142,12 @@ def searched(memory: str = "80GB", **pins: Any) -> Plan:
     return optimize(model, cluster, batch, loss_fn=loss_fn, compare=False, **pins)
 
 
-def test_the_search_gives_ranks_several_stages_where_that_is_asked_for() -> None:
-    best, flat = searched(schedule="interleaved"), searched()
+def test_the_search_gives_ranks_several_stages_where_that_is_faster() -> None:
+    best, flat = searched(), searched(schedule="1f1b")
     assert (best.search.status, best.schedule) == ("optimal", "interleaved")
     assert (flat.schedule, len(flat.stages)) == ("1f1b", 4)
     assert best.predicted.step_time_s < flat.predicted.step_time_s
+    assert searched(schedule="interleaved").predicted.step_time_s == best.predicted.step_time_s
     assert best.search.gap < 1e-6
     assert "v=" in "".join(name for name in best.search.outcomes)
     assert searched(virtual_stages=3).num_chunks == 3

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import multiprocessing
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from autoplan import layout_numerics, sharded_ops
+from autoplan import compat, layout_numerics, sharded_ops
 from autoplan.cluster import Cluster
 from autoplan.dry_run_result import LayoutNumerics
 from autoplan.graph import ShardOption
@@ -103,20 +107,69 @@ def test_a_wrong_local_form_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {op for op, _ in found.blamed} <= rows
 
 
-def found_after_a_backward(rank: int, graph: BlockGraph, axes: dict[str, str]) -> tuple[bool, str]:
-    torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
-    right = check_layout_numerics(graph, axes, 2)
-    sharded_ops.RowLinear.__call__ = every_rank_adds  # type: ignore[method-assign]
-    wrong = check_layout_numerics(graph, axes, 2)
+@contextlib.contextmanager
+def autograd_thread() -> Iterator[None]:
+    """Run a thread that has the name of those that autograd starts beside an accelerator."""
+    is_named, may_end = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_autograd_0")
+        is_named.set()
+        may_end.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        assert is_named.wait(10)
+        yield
+    finally:
+        may_end.set()
+        thread.join()
+
+
+def no_fork(*_: Any) -> Any:
+    raise AssertionError("a process that has threads of autograd was forked")
+
+
+def found_in_a_thread(rank: int, graph: BlockGraph, axes: dict[str, str]) -> tuple[bool, str]:
+    """Return whether a right layout is right, and what is said of a wrong one."""
+    multiprocessing.get_context = no_fork  # type: ignore[assignment]
+    with autograd_thread():
+        right = check_layout_numerics(graph, axes, 2)
+        sharded_ops.RowLinear.__call__ = every_rank_adds  # type: ignore[method-assign]
+        wrong = check_layout_numerics(graph, axes, 2)
     return right.error is not None and not right.is_wrong, wrong.reason * wrong.is_wrong
 
 
-def test_layouts_are_checked_after_the_user_ran_a_backward_too() -> None:
+def test_layouts_are_checked_without_a_fork_beside_threads_of_autograd() -> None:
     graph = block_of("gpt")
     axes = megatron_axes(graph, shard_options(graph))
-    ((is_right, reason),) = run_workers(found_after_a_backward, 1, graph, axes)
+    ((is_right, reason),) = run_workers(found_in_a_thread, 1, graph, axes)
     assert is_right
     assert "differs" in reason
+
+
+def test_without_names_of_threads_an_accelerator_decides(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for is_there in (False, True):
+        monkeypatch.setattr("torch.accelerator.is_available", lambda found=is_there: found)
+        assert compat.has_autograd_threads(tmp_path / "none") is is_there
+
+
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_a_check_that_does_not_end_is_not_run(
+    monkeypatch: pytest.MonkeyPatch, is_forked: bool
+) -> None:
+    graph = block_of("gpt")
+    may_end = threading.Event()
+    monkeypatch.setattr(layout_numerics, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(layout_numerics, "compare_layout", lambda *_, **__: may_end.wait())
+    with contextlib.nullcontext() if is_forked else autograd_thread():
+        found = check_layout_numerics(graph, megatron_axes(graph, shard_options(graph)), 2)
+    may_end.set()
+    assert found.form == "not run"
+    assert "no result after 0.2 s" in found.reason
 
 
 def test_a_layout_that_cannot_run_is_wrong() -> None:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from autoplan.chunks import gathered
 from autoplan.collectives import Redistribute, join_slices, local_shape, local_slice, spread
 from autoplan.graph import Placement, ShardOption
 from autoplan.interpreter import run_graph
@@ -233,14 +234,14 @@ def test_megatron_gpt2_block_stores_slices_and_reduces_twice() -> None:
 
 
 def _stored(rank: int) -> list[bool]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     full = torch.randn(12, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     same = []
     for text in ("R", "S(0)", "S(1)", "S(0,3)", "S(1,3)"):
         placement = Placement.parse(text)
         stored = distribute_tensor(full, mesh, [dtensor_placement(placement)])
         local = local_slice(full, placement, rank, dist.get_world_size())
-        back = DTensor.from_local(local, mesh, [dtensor_placement(placement)]).full_tensor()
+        back = gathered(DTensor.from_local(local, mesh, [dtensor_placement(placement)]))
         same.append(torch.equal(stored.to_local(), local) and torch.equal(back, full))
     return same
 

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ortools.sat.python import cp_model
 
+from autoplan.search.candidates import Candidate, Refinement
 from autoplan.search.cp_sat import run_solver
-from autoplan.search.mesh import Candidate, Progress, Refinement, search_settings
+from autoplan.search.mesh import Progress, search_settings
 from autoplan.search.problem import PipelineSolution, Status
 from tests.search.profiles import few
 

@@ -1,0 +1,122 @@
+"""Whether the loss of a batch is the mean of the losses of its parts, told from the program.
+
+Micro-batches and data-parallel ranks each compute the loss of their rows, and a step averages it.
+That is the loss of the whole batch where every number that is made of all rows (a sum or a mean
+over them) only ever is added up and scaled. A product of two such numbers, as of the shares of
+tokens and of probabilities of experts, or a root of one, differs between parts and whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from autoplan.autocast import bare
+from autoplan.axis_labels import op_name
+from autoplan.graph import OpDimensions
+from autoplan.program import Op, Program
+from autoplan.step_means import find_denominators
+
+__all__ = ["linearity_notes"]
+
+# What a value is made of: nothing of the batch, rows one by one, or all rows together.
+_Made = Literal["free", "rows", "all"]
+_Levels = dict[str, _Made]
+
+_LINEAR = frozenset((
+    "add", "sub", "rsub", "neg", "sum", "mean", "view", "reshape", "_unsafe_view", "squeeze",
+    "unsqueeze", "permute", "transpose", "t", "expand", "expand_as", "select", "slice", "index",
+    "narrow", "cat", "stack", "split", "split_with_sizes", "chunk", "unbind", "getitem", "clone",
+    "detach", "alias", "to", "_to_copy", "type_as", "contiguous", "flatten", "unflatten", "copy",
+    "masked_fill", "movedim", "diagonal", "trace",
+))  # fmt: skip
+_PRODUCTS = frozenset(("mul", "div", "matmul", "mm", "bmm", "dot", "mv", "linear", "einsum"))
+_NOT_ADDITIVE = frozenset((
+    "max", "min", "amax", "amin", "aminmax", "std", "var", "std_mean", "var_mean", "norm",
+    "linalg_vector_norm", "logsumexp", "median", "prod", "argmax", "argmin", "any", "all",
+    "quantile",
+))  # fmt: skip
+
+
+def linearity_notes(
+    program: Program, dimensions: Sequence[Mapping[str, OpDimensions]]
+) -> tuple[str, ...]:
+    """Return the note on what makes a loss another one when the batch is split; empty if nothing.
+
+    Args:
+        program: a model with its loss.
+        dimensions: of its graphs; see `autoplan.dimensions`. Where they are not known, a value is
+            taken to be made of rows one by one.
+    """
+    denominators = {(d.call, d.op) for d in find_denominators(program, range(len(program.calls)))}
+    levels = _entering(program)
+    found: dict[tuple[str, str], str] = {}
+    for index, call in enumerate(program.calls):
+        graph = program.graphs[call.graph]
+        inner: _Levels = {
+            name: levels.get(arg, "free") for name, arg in zip(graph.inputs, call.args, strict=True)
+        }
+        for op in graph.ops:
+            made, is_linear = _made(op, inner, dimensions[call.graph].get(op.name))
+            inner[op.name] = made
+            if not is_linear and (index, op.name) not in denominators:
+                where = ".".join(part for part in (call.fqn, op.fqn) if part)
+                found[where or "the loss", op.name] = op.target_name
+        levels.update(
+            (out, inner.get(name, "free"))
+            for name, out in zip(graph.outputs, call.outs, strict=True)
+        )
+    if not found:
+        return ()
+    ((where, _), target), others = next(iter(found.items())), len(found) - 1
+    more = f" and {others} other op{'s' if others > 1 else ''}" if others else ""
+    return (
+        f"{where}: {target}{more} makes the loss other than linear in the batch (a product or root "
+        "of means over all rows, such as an auxiliary loss that balances experts): a plan that "
+        "splits the batch (dp or num_microbatches above 1) computes it for each micro-batch of "
+        "each rank and averages, which differs from one device",
+    )
+
+
+def _entering(program: Program) -> _Levels:
+    """Return what the inputs and side values of a program are made of."""
+    dims = program.batch_dims or (0,) * len(program.inputs)
+    levels: _Levels = {
+        name: "free" if dim is None else "rows"
+        for name, dim in zip(program.inputs, dims, strict=True)
+    }
+    for op in program.side_ops:
+        is_free = all(levels.get(name, "free") == "free" for name in op.inputs())
+        is_scalar = op.meta is not None and not op.meta.shape
+        levels[op.name] = "free" if is_free else "all" if is_scalar else "rows"
+    return levels
+
+
+def _made(op: Op, levels: _Levels, dims: OpDimensions | None) -> tuple[_Made, bool]:
+    """Return what an op's result is made of, and whether it is linear in what all rows made."""
+    operands: list[_Made] = [levels.get(name, "free") for name in op.inputs()]
+    name = op_name(bare(op))
+    if set(operands) <= {"free"} or name.endswith("_like") or name.startswith("new_"):
+        return "free", True
+    name = name.removesuffix("_")
+    has_rows = _has_rows(op, dims)
+    if "all" not in operands:
+        return ("rows", True) if has_rows else ("all", name not in _NOT_ADDITIVE)
+    if name in _LINEAR:
+        return "all", True
+    if name in _PRODUCTS:
+        divides = name == "div" and operands[-1] != "free" and len(operands) > 1
+        return "all", sum(one != "free" for one in operands) == 1 and not divides
+    # Counts and choices have no gradient; what is made of them with a product is told there.
+    is_number = op.meta is None or op.meta.dtype.is_floating_point
+    return "all", not is_number
+
+
+def _has_rows(op: Op, dims: OpDimensions | None) -> bool:
+    """Return whether a result has a dimension for the rows of the batch, or may have."""
+    if op.meta is not None and not op.meta.shape:
+        return False
+    if dims is None or not dims.output:
+        return True
+    parts = {part for label in dims.output for part in label.split("*")}
+    return bool(parts & {"batch", "unknown"})

@@ -1,0 +1,298 @@
+"""The pipeline problem of one setting: options, memory and borders as level 2 sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from autoplan.cluster import Cluster
+from autoplan.costs import Pricer
+from autoplan.frontiers import Decision
+from autoplan.graph import Trace
+from autoplan.interleaving import Alike, Counts, rank_ends, stage_counts
+from autoplan.search.problem import SLOWNESS_UNIT, BlockOption, PipelineProblem, Run
+from autoplan.search_options import alike, block_option
+from autoplan.settings import Setting
+from autoplan.stage_bytes import batch_bytes, side_bytes
+from autoplan.stage_ends import even_stage_ends, holders
+from autoplan.units import to_ticks
+
+if TYPE_CHECKING:
+    from autoplan.planner import Planner
+
+__all__ = ["SettingProblem", "borders_s", "even_ends_of", "pipeline_problem", "stage_clusters"]
+
+_GRAIN_BITS = 12  # a stage's time is rounded up by 2**-12 of it at most, 0.025 %
+_ONCE_GRAIN_BITS = 10  # what is paid once a step by 2**-10 of the step at most, 0.1 %
+_MOST_EXACT_BLOCKS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingProblem:
+    """What a setting asks of level 2 where activations cross borders of blocks in one way.
+
+    Attributes:
+        problem: with the capacities of the devices.
+        per_call: the decisions behind its options.
+        options: of each call, with its own times; those of the problem may differ, see `_thinned`.
+        counts: alike blocks of each stage, where ranks have several; empty elsewhere.
+    """
+
+    problem: PipelineProblem
+    per_call: Sequence[tuple[Decision, ...]]
+    options: Sequence[tuple[BlockOption, ...]]
+    counts: Counts = ()
+
+
+def pipeline_problem(
+    planner: Planner, setting: Setting, is_sequence_parallel: bool = False
+) -> SettingProblem:
+    """Return the pipeline problem of a setting.
+
+    With `is_sequence_parallel` activations cross the borders of blocks, and of stages, as slices
+    of tokens, one per tensor-parallel rank.
+    """
+    pricer = planner.pricer(setting.microbatch_size)
+    per_call = [
+        pricer.decisions(call.block, setting.tp, is_sequence_parallel=is_sequence_parallel)
+        for call in pricer.trace.calls
+    ]
+    options = _options(pricer, setting, per_call)
+    run = planner.alike_run(setting.microbatch_size)
+    posed, saved = options, 0
+    counts: Counts = ()
+    if setting.virtual_stages > 1:
+        least = [min(o.forward + o.backward for o in own) for own in options]
+        counts = stage_counts(run, least, setting.pp, setting.virtual_stages)
+        posed, saved = _thinned(run, options, counts)
+    fastest = [decisions[0] for decisions in per_call]
+    problem = _pipeline(planner, setting, _runs(pricer.trace, posed), fastest, is_sequence_parallel)
+    return SettingProblem(
+        problem=replace(problem, cut_allowed=_cuts(planner, setting, counts), constant=-saved),
+        per_call=per_call,
+        options=options,
+        counts=counts,
+    )
+
+
+def _runs(trace: Trace, options: Sequence[tuple[BlockOption, ...]]) -> tuple[Run, ...]:
+    """Return the chain of calls as runs of alike blocks with the same options."""
+    runs: list[Run] = []
+    previous: Any = None
+    for call, own in enumerate(options):
+        key = (trace.calls[call].block, own)
+        if runs and key == previous:
+            runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
+        else:
+            runs.append(Run(count=1, options=own))
+        previous = key
+    return tuple(runs)
+
+
+def _thinned(
+    alike: Alike, options: Sequence[tuple[BlockOption, ...]], counts: Counts
+) -> tuple[list[tuple[BlockOption, ...]], int]:
+    """Return options whose times count what stages with fewer blocks wait for, and ticks of that.
+
+    A stage with x blocks where others have k lasts as long as k of the fastest in any case. So each
+    of its blocks takes at least a share of that, and may as well be slow: a bound where all options
+    are within the share, or the block is the only one. Other stages keep their times.
+
+    Returns:
+        The options of each call; and by how much more all ranks together take than they really do,
+        at most.
+    """
+    run, found, saved = alike.calls, list(options), 0
+    fastest = min(map(_time, options[run.start]))
+    slowest = max(map(_time, options[run.start]))
+    starts = (run.start, *rank_ends(alike, counts))
+    widths = [max(own) for own in zip(*counts, strict=True)]
+    for rank, sizes in enumerate(counts):
+        is_last = rank == len(counts) - 1
+        place = run.stop if is_last else starts[rank]
+        for chunk, (size, width) in enumerate(zip(sizes, widths, strict=True)):
+            beside = _slowest(options[: run.start]) if rank == 0 and chunk == 0 else 0
+            if is_last and chunk == len(sizes) - 1:
+                beside += _slowest(options[run.stop :])
+            if not 0 < size < width:
+                continue
+            share = max(0, width * fastest - beside) // size
+            if share <= fastest or (size > 1 and slowest > share):
+                continue
+            saved += size * (share - fastest)
+            place -= size if is_last else 0
+            for call in range(place, place + size):
+                found[call] = tuple(_lasting(option, share) for option in options[call])
+            place += 0 if is_last else size
+    return found, saved
+
+
+def _time(option: BlockOption) -> int:
+    return option.forward + option.backward
+
+
+def _lasting(option: BlockOption, least: int) -> BlockOption:
+    """Return an option that takes no less than so many ticks."""
+    return replace(option, backward=max(option.backward, least - option.forward))
+
+
+def _slowest(options: Sequence[tuple[BlockOption, ...]]) -> int:
+    """Return the most ticks of calls, each by an option that no other beats."""
+    total = 0
+    for own in options:
+        numbers = [(_time(o), o.once, o.kept, o.static, o.working) for o in own]
+        total += max(
+            mine[0]
+            for mine in numbers
+            if not any(
+                other != mine and all(a <= b for a, b in zip(other, mine, strict=True))
+                for other in numbers
+            )
+        )
+    return total
+
+
+def _options(
+    pricer: Pricer, setting: Setting, per_call: Sequence[Sequence[Decision]]
+) -> list[tuple[BlockOption, ...]]:
+    """Return the options of each call, computed once for calls of a kind."""
+    live = setting.live()
+    found: list[tuple[BlockOption, ...]] = [()] * len(per_call)
+    for calls in alike(pricer, setting):
+        first = calls[0]
+        alive = live[-1] if first == len(per_call) - 1 else live[0]
+        options = tuple(
+            _by_rank(block_option(pricer, first, decision, setting, alive), setting)
+            for decision in per_call[first]
+        )
+        for call in calls:
+            found[call] = options
+    return found
+
+
+def _by_rank(option: BlockOption, setting: Setting) -> BlockOption:
+    """Return an option in the ticks of `_solved`."""
+    if setting.virtual_stages == 1:
+        return option
+    return replace(option, once=option.once * setting.virtual_stages)
+
+
+def even_ends_of(planner: Planner, setting: Setting, counts: Counts) -> tuple[int, ...]:
+    """Return even ends of the stages, or of the ranks' shares where ranks have several stages."""
+    if counts:
+        return rank_ends(planner.alike_run(setting.microbatch_size), counts)
+    return even_stage_ends(planner.trace(setting.microbatch_size), setting.pp)
+
+
+def _pipeline(
+    planner: Planner,
+    setting: Setting,
+    runs: tuple[Run, ...],
+    fastest: Sequence[Decision],
+    is_sliced: bool,
+) -> PipelineProblem:
+    pricer, live = planner.pricer(setting.microbatch_size), setting.live()
+    unit = pricer.memory_unit
+    num_calls = len(pricer.trace.calls)
+    crossing = max(pricer.trace.crossing_bytes, default=0) if setting.pp > 1 else 0
+    if is_sliced:
+        crossing = -(-crossing // setting.tp)
+    side = side_bytes(pricer, range(num_calls), fastest, setting.tp)
+    grain, once_grain = _grains(runs, setting)
+    fixed, boundary = [], []
+    crossing_s: tuple[float, ...] = ()
+    v = setting.virtual_stages
+    own_s = [2 * pricer.action_s(setting)] * setting.pp
+    if v > 1:  # stages are cut between alike blocks, where the same crosses everywhere
+        run = planner.alike_run(setting.microbatch_size).calls
+        own_s = borders_s(pricer, setting, run.start + 1, is_sliced)
+    elif setting.pp > 1:
+        cuts = range(1, num_calls)
+        crossing_s = tuple(pricer.boundary_s(setting, cut, is_sliced=is_sliced) for cut in cuts)
+    for stage in range(setting.pp):
+        transfer = crossing * v * _transfer_copies(setting, stage, live[stage])
+        nbytes = side * v * live[stage] + batch_bytes(pricer.trace, setting) + transfer
+        fixed.append(-(-nbytes // unit))
+        boundary.append(to_ticks(own_s[stage]))
+    return PipelineProblem(
+        runs=runs,
+        num_microbatches=setting.num_microbatches * v,
+        live=live,
+        capacity=tuple(
+            cluster.capacity_bytes // unit for cluster in stage_clusters(planner.cluster, setting)
+        ),
+        slowness=_slowness(planner, setting, pricer),
+        fixed=tuple(fixed),
+        boundary=tuple(boundary),
+        crossing=tuple(map(to_ticks, crossing_s)),
+        grain=grain,
+        once_grain=once_grain,
+        anchors=holders(pricer.trace) if setting.pp > 1 else (),
+    )
+
+
+def borders_s(pricer: Pricer, setting: Setting, cut: int, is_sliced: bool) -> list[float]:
+    """Return seconds that each rank passes at its borders with a micro-batch, all like one cut."""
+    pp, v = setting.pp, setting.virtual_stages
+    sends = [pricer.sent_s(setting, cut, rank, is_sliced) for rank in range(pp)]
+    around = sends[-1] * (v - 1)  # from the last rank to the first one's later stages
+    return [
+        (sends[rank] * v if rank < pp - 1 else around)
+        + (sends[rank - 1] * v if rank > 0 else around)
+        + 2 * v * pricer.action_s(setting)
+        for rank in range(pp)
+    ]
+
+
+def stage_clusters(cluster: Cluster, setting: Setting) -> tuple[Cluster, ...]:
+    """Return the cluster as each stage sees it."""
+    return tuple(cluster.on_stage(setting, stage) for stage in range(setting.pp))
+
+
+def _slowness(planner: Planner, setting: Setting, pricer: Pricer) -> tuple[int, ...]:
+    """Return per stage the time of its type of device, relative to the first; empty if alike."""
+    if not planner.cluster.slower:
+        return ()
+    return tuple(
+        round(SLOWNESS_UNIT * pricer.slowness(setting, stage)) for stage in range(setting.pp)
+    )
+
+
+def _grains(runs: Sequence[Run], setting: Setting) -> tuple[int, int]:
+    """Return ticks of a stage's time and once that are not told apart; 1 where blocks are few.
+
+    Long chains have so many mixes of almost equal time that to tell them apart would take longer
+    than a step that is slower by the grain is worth.
+    """
+    if sum(run.count for run in runs) <= _MOST_EXACT_BLOCKS:
+        return 1, 1
+    total = sum(run.count * min(o.forward + o.backward for o in run.options) for run in runs)
+    stage = total // setting.pp
+    steps = setting.num_microbatches * setting.virtual_stages + setting.pp - 1
+    return max(1, stage >> _GRAIN_BITS), max(1, stage * steps >> _ONCE_GRAIN_BITS)
+
+
+def _cuts(planner: Planner, setting: Setting, counts: Counts) -> tuple[bool, ...]:
+    """Return which positions between blocks may end a stage or a rank's share; empty: all."""
+    if not counts and not planner.even_cuts:
+        return ()
+    ends = set(even_ends_of(planner, setting, counts))
+    num_calls = len(planner.trace(setting.microbatch_size).calls)
+    return tuple(position in ends for position in range(1, num_calls))
+
+
+def _transfer_copies(setting: Setting, stage: int, live: int) -> int:
+    """Return how many micro-batches' worth of activations lie at a stage's borders at most.
+
+    Receive buffers that are no kept activations, stage outputs until their backward, and the
+    gradient on its way back; see docs/design/memory-of-fsdp.md.
+    """
+    m = setting.num_microbatches
+    if setting.virtual_stages > 1:
+        # At most: rings are as large as two rounds, sent gradients as one.
+        return max(0, 2 * setting.pp - live) + 1 + setting.pp + 2 + live
+    entering = (m if setting.schedule == "gpipe" else live) - live + 1 if stage > 0 else 0
+    gradients = m if setting.schedule == "gpipe" else min(2, m)
+    leaving = gradients + live if stage < setting.pp - 1 else 0
+    return entering + leaving

@@ -1,0 +1,151 @@
+"""Refine and solve candidates in forked processes, ahead of the search that asks for them.
+
+The search takes its steps in one order, whatever the number of workers: what it asks for next is
+computed before it asks, where that can be foreseen. A refinement depends on its candidate only, so
+it is the same whoever computes it and when; solutions depend on the best objective so far, and are
+computed when they are asked for. Candidates of one group share what was computed for them, so a
+group belongs to the worker that took it first.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from autoplan.search.forks import Forked, first_to_answer
+
+__all__ = ["Crew", "Workable"]
+
+
+class Workable(Protocol):
+    """What a crew works on: calls by name, and who shares what they compute."""
+
+    @property
+    def group(self) -> Hashable:
+        """Candidates of one group go to one worker."""
+
+    def call(self, task: str, *arguments: Any) -> Any:
+        """Return what a task gives."""
+
+
+# What is done for a candidate: its index, the task's name and arguments.
+Task = tuple[int, str, tuple[Any, ...]]
+
+
+@dataclass(slots=True)
+class _Worker:
+    forked: Forked
+    groups: set[Hashable] = field(default_factory=set)
+    task: Task | None = None
+
+
+class Crew:
+    """Forked processes that work for a search.
+
+    Args:
+        candidates: what the tasks are about.
+        size: number of processes.
+        upcoming: gives the tasks that will probably be asked for, most urgent first.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Workable],
+        size: int,
+        upcoming: Callable[[dict[Task, Any]], Iterable[Task]],
+    ):
+        self._candidates = candidates
+        self._upcoming = upcoming
+        self._workers = [_Worker(Forked(self._serve)) for _ in range(size)]
+        self._done: dict[Task, Any] = {}
+
+    def call(self, index: int, task: str, *arguments: Any) -> Any:
+        """Return what a task of a candidate gives, once its worker has it.
+
+        Raises:
+            Exception: what the task raised.
+        """
+        wanted: Task = (index, task, arguments)
+        while wanted not in self._done and self._workers:
+            try:
+                self._keep_busy(wanted)
+                self._hear()
+            except (EOFError, OSError):
+                self._disband()
+        if wanted not in self._done:
+            return self._candidates[index].call(task, *arguments)
+        is_done, answer = self._done.pop(wanted)
+        if not is_done:
+            raise answer
+        return answer
+
+    def end(self) -> None:
+        """End all processes."""
+        for worker in self._workers:
+            worker.forked.end()
+        self._workers = []
+
+    def _keep_busy(self, wanted: Task) -> None:
+        """Give every idle worker something to do, what is wanted first."""
+        given = [worker.task for worker in self._workers]
+        if wanted not in given:
+            self._give(wanted)
+        if all(worker.task is not None for worker in self._workers):
+            return
+        for task in self._upcoming(self._done):
+            if task not in given:
+                self._give(task)
+            if all(worker.task is not None for worker in self._workers):
+                return
+
+    def _give(self, task: Task) -> None:
+        """Give a task to the worker of its group, if that is idle; a new group to any that is."""
+        group = self._candidates[task[0]].group
+        owners = [worker for worker in self._workers if group in worker.groups]
+        idle = [worker for worker in owners or self._workers if worker.task is None]
+        if idle:
+            worker = min(idle, key=lambda one: len(one.groups))
+            worker.groups.add(group)
+            worker.task = task
+            worker.forked.connection.send(task)
+
+    def _hear(self) -> None:
+        """Wait until a worker has something, and take it."""
+        busy = [worker for worker in self._workers if worker.task is not None]
+        heard = first_to_answer([worker.forked for worker in busy])
+        for worker in busy:
+            if worker.forked in heard and worker.task is not None:
+                self._done[worker.task] = worker.forked.connection.recv()
+                worker.task = None
+
+    def _disband(self) -> None:
+        """Go on alone."""
+        codes = [worker.forked.end() for worker in self._workers]
+        self._workers = []
+        warnings.warn(
+            f"a worker process of the search ended or stood still (exit codes {codes}; -9 is often "
+            "a lack of memory); the search goes on in one process",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def _serve(self, pipe: Connection) -> None:
+        while True:
+            index, task, arguments = pipe.recv()
+            pipe.send_bytes(_answer(self._candidates[index], task, arguments))
+
+
+def _answer(candidate: Workable, task: str, arguments: tuple[Any, ...]) -> bytes:
+    try:
+        return pickle.dumps((True, candidate.call(task, *arguments)))
+    except Exception as error:  # raised again where the search asks for it
+        error.add_note("".join(traceback.format_exception(error)))
+        try:
+            return pickle.dumps((False, error))
+        except Exception:  # an error that does not pickle is told in words
+            return pickle.dumps((False, RuntimeError("\n".join(error.__notes__))))

@@ -1,0 +1,77 @@
+"""The same input gives the same plan, whatever the number of processes that look for it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from autoplan import planner as planner_module
+from autoplan.errors import InfeasibleError
+from autoplan.optimizing import find_plan, optimize
+from autoplan.plan import Plan
+from autoplan.planner import Planner, make_planner
+from autoplan.search import mesh
+from tests.models_for_tests import TinyGPT, mean_square
+from tests.strategies import PlanningProblem, planning_problems
+from tests.test_planner import LAWS
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs fork")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def at_once() -> Iterator[None]:
+    """Let workers start at once, on a machine with one core too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh, "_ALONE_S", -1.0)
+        patch.setattr(planner_module, "_WORTH_A_PROCESS_S", -1.0)
+        patch.setattr(planner_module, "usable_cores", lambda: 4)
+        yield
+
+
+def timeless(plan: Plan) -> Plan:
+    return replace(plan, search=replace(plan.search, wall_time_s=0.0), question=None)
+
+
+def planned(planner: Planner, workers: int) -> Plan | None:
+    planner.workers = workers
+    try:
+        return timeless(find_plan(planner))
+    except InfeasibleError:
+        return None
+
+
+@settings(LAWS, max_examples=3)
+@given(problem=planning_problems())
+def test_any_number_of_workers_finds_the_same_plan(problem: PlanningProblem) -> None:
+    alone = planned(problem.planner(), 1)
+    assert planned(problem.planner(), 3) == alone
+
+
+@pytest.mark.parametrize("pins", [{}, {"tp": 2, "microbatch_size": 4}])
+def test_traces_of_other_processes_give_the_same_plan(pins: dict[str, int]) -> None:
+    def made(workers: int) -> Plan:
+        return find_plan(
+            make_planner(
+                TinyGPT(depth=1),
+                "1x2:a100_sxm_40gb",
+                torch.randint(0, 50, (2, 16)),
+                loss_fn=mean_square,
+                global_batch_size=8,
+                pins=pins,
+                workers=workers,
+            )
+        )
+
+    plans = [made(workers) for workers in (1, 2)]
+    assert timeless(plans[1]) == timeless(plans[0])
+    assert not any("not checked" in note for note in plans[1].notes)
+
+
+def test_workers_below_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="workers is 0; it must be at least 1"):
+        optimize(TinyGPT(), "1x2:a100_sxm_40gb", torch.zeros(2, 16, dtype=torch.int64), workers=0)
