@@ -57,6 +57,9 @@ class Engine:
             `reduce_bucket_size`).
         live_elements: parameters of so many elements stay gathered under ZeRO-3 (DeepSpeed,
             `stage3_max_live_parameters` and `stage3_max_reuse_distance`).
+        accumulates_whole: gradients stay whole between micro-batches, and those of frozen weights
+            are there too: FSDP1 under `no_sync`, which does not reduce, with flat parameters that
+            mix frozen and trained ones (torch, notes of `FullyShardedDataParallel` on freezing).
     """
 
     name: str
@@ -79,6 +82,7 @@ class Engine:
     steps_in_backward: bool = False
     bucket_elements: int = 0
     live_elements: int = 0
+    accumulates_whole: bool = False
 
 
 AUTOPLAN = Engine(name="autoplan")
@@ -115,6 +119,9 @@ ENGINES = {
     "autoplan": AUTOPLAN,
     "fsdp1": _FSDP1,
     "fsdp1-bf16": replace(_FSDP1, name="fsdp1-bf16", is_gradient_wide=False),
+    # LitGPT on several devices: Fabric's FSDPStrategy wraps blocks, adapters and all, and
+    # `no_backward_sync` lets it accumulate.
+    "litgpt": replace(_FSDP1, name="litgpt", is_foreach=False, accumulates_whole=True),
     "torchtitan": _TORCHTITAN,
     "torchtitan-compiled-loss": replace(
         _TORCHTITAN, name="torchtitan-compiled-loss", loss="compiled", compiles_glue=True

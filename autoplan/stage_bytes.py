@@ -200,8 +200,8 @@ def standing_bytes(
 ) -> int:
     """Return bytes that an engine holds beside a step's tensors, for as long as it trains.
 
-    Tensors that stand for weight gradients, one for each shape, and what DeepSpeed reduces
-    gradients through and keeps gathered.
+    Tensors that stand for weight gradients, one for each shape, what DeepSpeed reduces gradients
+    through and keeps gathered, and gradients that are reduced only once a step.
     """
     engine = pricer.workload.engine
     nbytes = 0
@@ -213,7 +213,8 @@ def standing_bytes(
         held: set[str] = set()
         groups = [pricer.group(c, decisions[c], setting, held) for c in calls]
         live = engine.live_elements * _COMPUTED_BYTES
-        nbytes += min(live, sum(group.gathered for group in groups))
+        whole = sum(group.gathered for group in groups)
+        nbytes += min(live, whole) + (whole if engine.accumulates_whole else 0)
     return nbytes
 
 

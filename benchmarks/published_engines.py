@@ -44,6 +44,8 @@ def engine_of(
     if "internevo" in row.get("framework", "").lower() and zero_stage <= 1:
         return "internevo"
     text = f"{row.get('framework')} {row.get('sharding')}".lower()
+    if "litgpt" in text and zero_stage == 3:
+        return "litgpt"
     if "torchtitan" in text:
         # The loss is compiled with the model since April 2025 (pull request 1033).
         is_compiled = (

@@ -19,7 +19,7 @@ from autoplan.profiles.catalog import load_profile
 from autoplan.profiles.device import DeviceProfile
 from benchmarks.published_engines import COMPILED, Skipped, engine_of, rung_of
 from benchmarks.published_models import Shape
-from benchmarks.published_shapes import family_of, need, number, padded, shape_of
+from benchmarks.published_shapes import amount, family_of, need, number, padded, shape_of
 
 __all__ = [
     "Configuration",
@@ -94,13 +94,17 @@ def measured_time_s(row: Mapping[str, str]) -> float | None:
     notes = (row.get("notes") or "").lower()
     if "per micro-batch" in notes or "longest" in notes:
         return None
-    if row.get("iter_time_s"):
-        return float(row["iter_time_s"])
-    keys = ("tokens_per_s_per_gpu", "gpus", "global_batch", "seq")
-    if all(row.get(key) for key in keys):
-        rate, gpus, batch, seq = (float(row[key]) for key in keys)
-        return batch * seq / (rate * gpus)
-    return None
+    seconds = amount(row, "iter_time_s")
+    if seconds is None:
+        keys = ("tokens_per_s_per_gpu", "gpus", "global_batch", "seq")
+        values = [amount(row, key) for key in keys]
+        if not all(values):
+            return None
+        rate, gpus, batch, seq = (value or 0.0 for value in values)
+        seconds = batch * seq / (rate * gpus)
+    if seconds == 0:
+        raise Skipped("iter_time_s is 0")
+    return seconds
 
 
 def measured_bytes(row: Mapping[str, str]) -> tuple[float, str] | None:
@@ -109,10 +113,10 @@ def measured_bytes(row: Mapping[str, str]) -> tuple[float, str] | None:
     The printed number is in GiB unless its kind says GB (decimal). `nvidia-smi` prints MiB, so what
     its readers call a GB is a thousand of them: 16 GB nearly fill a card of 16,160 MiB.
     """
-    if not row.get("peak_mem_gib"):
+    value = amount(row, "peak_mem_gib")
+    if not value:
         return None
-    kind = row.get("mem_kind", "").lower()
-    value = float(row["peak_mem_gib"])
+    kind = (row.get("mem_kind") or "").lower()
     unit = _BILLION if re.search(r"\bgb\b", kind) else GIB
     if "nvidia-smi" in kind:
         return value * (1000 * 2**20 if unit == _BILLION else unit), "device"
@@ -170,8 +174,8 @@ def _check_priced(row: Mapping[str, str]) -> None:
     reasons = {
         r"\b(adapter|galore|dora)\b": "adapters other than LoRA are not built from a row",
         r"\bqlora\b|\bnf4\b|\bint8\b|8-bit base": "quantized weights are not priced",
-        r"async_tp": "overlap of tensor-parallel communication is not priced",
-        r"tp-comm-overlap": "overlap of tensor-parallel communication is not priced",
+        r"async_tp": "asynchronous tensor parallelism is not priced",
+        r"tp-comm-overlap": "tensor-parallel communication beside kernels is not priced",
         r"\bbert|\bt5\b|llava|clip": "only decoders are built from a row",
         r"rowwise": "float8 scaled by rows has no measured speed",
         r"mamba|hybrid-": "only attention blocks are built from a row",
@@ -196,7 +200,7 @@ def gpus_of(row: Mapping[str, str]) -> tuple[str, ...]:
     if gpu in PROFILES:
         return (gpu,)
     if re.match(r"A100\b", gpu):
-        peak = float(row.get("peak_mem_gib") or 0)
+        peak = amount(row, "peak_mem_gib") or 0.0
         gib = number(row, "gpu_mem_gb")
         sizes = [size for size in (40, 80) if peak <= size and gib in (None, size)]
         if sizes:
@@ -265,8 +269,11 @@ def _choices(
             open_fields["steps_in_backward"] = (False, True)
     # Outside of Megatron-LM "selective" is a share of the blocks (`apply_fsdp_checkpointing`, IBM).
     is_share = row.get("recompute") == "selective" and family_of(row) == "torch"
+    # LitGPT checkpoints every block as soon as there are several devices (`finetune/lora.py` and
+    # the others, `activation_checkpointing_policy={Block}`).
+    is_litgpt = "litgpt" in (row.get("framework") or "").lower() and degrees["dp"] > 1
     if not row.get("recompute") or is_share:
-        open_fields["recompute"] = ("none", "full")
+        open_fields["recompute"] = ("full",) if is_litgpt else ("none", "full")
     if not row.get("zero_stage") and degrees["dp"] > 1:
         text = " ".join((row.get(key) or "").lower() for key in ("sharding", "framework"))
         sharded = any(word in text for word in ("fsdp", "torchtune", "litgpt"))

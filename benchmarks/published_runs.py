@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -51,6 +51,7 @@ class Outcome:
         source: the source_id, up to its first slash.
         file, line, model: where the row is and what it trained.
         skipped: why it was not priced, or empty.
+        left_out: what was measured and is not compared, and why.
         assumed: what the row left open.
         time_s, predicted_time_s: measured, and the range predicted; None: not compared.
         memory_bytes, predicted_bytes: likewise, of the same kind.
@@ -63,6 +64,7 @@ class Outcome:
     line: int
     model: str
     skipped: str = ""
+    left_out: str = ""
     assumed: str = ""
     time_s: float | None = None
     predicted_time_s: tuple[float, float] | None = None
@@ -126,26 +128,53 @@ class _Traces(dict[int, Trace]):
             Path(f"{self._prefix}-{rows}.json").write_text(trace.to_json())
 
 
-def price_row(row: Mapping[str, str], file: str, line: int, store: TraceStore) -> Outcome:
-    """Return a row beside its prediction, or why it was skipped."""
-    source = (row.get("source_id") or file).split("/")[0]
-    start: dict[str, Any] = {
-        "source": source, "file": file, "line": line, "model": row.get("model", "")
-    }  # fmt: skip
+def price_row(row: Mapping[str, Any], file: str, line: int, store: TraceStore) -> Outcome:
+    """Return a row beside its prediction, or why it was skipped.
+
+    A file may lack columns, and a row may have fewer or more cells than there are: a missing one is
+    empty. Whatever else is wrong with a row is the reason why it is skipped.
+    """
+    texts = _Texts({k: (v or "").strip() for k, v in row.items() if isinstance(k, str)})
     try:
-        if row.get("duplicate_of"):
-            raise Skipped("copy of another row")
-        time_s, memory = measured_time_s(row), measured_bytes(row)
-        outcome = (row.get("outcome") or "").strip().lower()
-        if time_s is None and memory is None and outcome not in ("fit", "oom"):
-            raise Skipped("nothing was measured")
-        found = configurations(row)
-        kind = memory[1] if memory else ""
-        prices = [_price(configuration, store, kind) for configuration in found]
+        if None in row:
+            raise Skipped("more cells than the file has columns")
+        return _price_row(texts, file, line, store)
     except Skipped as skipped:
-        return Outcome(**start, skipped=str(skipped))
+        reason = str(skipped)
     except (ValueError, AutoplanError) as error:
-        return Outcome(**start, skipped=f"estimate refuses: {str(error).splitlines()[0][:120]}")
+        reason = f"estimate refuses: {str(error).splitlines()[0][:120]}"
+    except Exception as error:  # a row of a foreign file must not hide the others
+        reason = f"failed with {type(error).__name__}: {str(error)[:120]}"
+    source = _source(texts, file)
+    return Outcome(source=source, file=file, line=line, model=texts["model"], skipped=reason)
+
+
+class _Texts(dict[str, str]):
+    """Cells of a row by column; one that the file lacks is empty."""
+
+    def __missing__(self, key: str) -> str:
+        return ""
+
+
+def _source(row: Mapping[str, str], file: str) -> str:
+    return (row.get("source_id") or file).split("/")[0]
+
+
+def _price_row(row: _Texts, file: str, line: int, store: TraceStore) -> Outcome:
+    source = _source(row, file)
+    start: dict[str, Any] = {"source": source, "file": file, "line": line, "model": row["model"]}
+    if row["duplicate_of"]:
+        raise Skipped("copy of another row")
+    time_s, memory = measured_time_s(row), measured_bytes(row)
+    outcome = row["outcome"].lower()
+    if time_s is None and memory is None and outcome not in ("fit", "oom"):
+        raise Skipped("nothing was measured")
+    found = configurations(row)
+    largest = max(configuration.cluster.device.memory_bytes for configuration in found)
+    if memory is not None and memory[0] > _MOST_OF_DEVICE * largest:
+        raise Skipped(f"peak_mem_gib {row['peak_mem_gib']} is more than the device has")
+    kind = memory[1] if memory else ""
+    prices = [_price(configuration, store, kind) for configuration in found]
     ooms = [_oom(price, configuration) for price, configuration in zip(prices, found, strict=True)]
     times = [price.step_time_s for price in prices]
     is_last = "last rank" in row.get("mem_kind", "")
@@ -156,6 +185,7 @@ def price_row(row: Mapping[str, str], file: str, line: int, store: TraceStore) -
     is_timed = time_s is not None and row.get("deterministic") != "true"
     return Outcome(
         **start,
+        left_out=_left_out(row, is_timed=is_timed, has_memory=memory is not None),
         assumed="; ".join(f"{k} open" for k in found[0].assumed),
         time_s=time_s if is_timed else None,
         predicted_time_s=(min(times), max(times)) if is_timed else None,
@@ -166,6 +196,21 @@ def price_row(row: Mapping[str, str], file: str, line: int, store: TraceStore) -
         predicted_oom=(min(low for low, _ in ooms), max(high for _, high in ooms)),
         categories=prices[0].time_by_category,
     )
+
+
+_MOST_OF_DEVICE = 1.1  # what is printed in decimal units may seem a little more
+
+
+def _left_out(row: _Texts, *, is_timed: bool, has_memory: bool) -> str:
+    """Return what a row states and is not compared."""
+    reasons = []
+    if not is_timed and (row["iter_time_s"] or row["tokens_per_s_per_gpu"]):
+        reasons.append("time: not one of the batch and length of the row, or deterministic mode")
+    if not has_memory and row["peak_mem_gib"]:
+        reasons.append(f"memory: kind {row['mem_kind'][:40]!r} is not known")
+    if not is_timed and not has_memory and row["outcome"].lower() not in ("fit", "oom"):
+        reasons.append(f"outcome {row['outcome'][:20]!r} is neither fit nor oom")
+    return "; ".join(reasons)
 
 
 # Below this share of the device the allocator's waste decides nothing.
@@ -276,6 +321,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "fit_called_oom": sum(not o.is_oom for o in calls if o not in right),
         "oom_called_fit": sum(bool(o.is_oom) for o in calls if o not in right),
         "skipped": dict(Counter(o.skipped for o in outcomes if o.skipped).most_common()),
+        "left_out": dict(Counter(o.left_out for o in outcomes if o.left_out).most_common()),
     }
 
 
@@ -330,6 +376,8 @@ def _print(by_source: Mapping[str, Sequence[Outcome]]) -> None:
     for source, outcomes in by_source.items():
         for reason, count in summary(outcomes)["skipped"].items():
             print(f"  {source}: {count} skipped: {reason}")
+        for reason, count in summary(outcomes)["left_out"].items():
+            print(f"  {source}: {count} not compared, {reason}")
 
 
 def _document(by_source: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
@@ -339,6 +387,22 @@ def _document(by_source: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
         for o in outcomes
     ]
     return {"sources": {name: summary(o) for name, o in by_source.items()}, "rows": rows}
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield the rows of a file with their lines; says what is wrong with a file without any."""
+    count = 0
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as stream:
+            reader = csv.DictReader(stream)
+            for row in reader:
+                count += 1
+                yield reader.line_num, row
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        print(f"{path}: cannot be read as CSV after {count} rows: {error}")
+        return
+    if not count:
+        print(f"{path}: has no rows")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -353,12 +417,11 @@ def main(arguments: list[str] | None = None) -> None:
     by_source: dict[str, list[Outcome]] = {}
     start = time.perf_counter()
     for path in options.files:
-        with path.open(newline="", encoding="utf-8") as stream:
-            for line, row in enumerate(csv.DictReader(stream), 2):
-                if options.only and options.only not in row.get("source_id", ""):
-                    continue
-                outcome = price_row(row, path.name, line, store)
-                by_source.setdefault(outcome.source, []).append(outcome)
+        for line, row in _rows(path):
+            if options.only and options.only not in (row.get("source_id") or ""):
+                continue
+            outcome = price_row(row, path.name, line, store)
+            by_source.setdefault(outcome.source, []).append(outcome)
     _print(by_source)
     print(f"\nAll times and bytes are predictions of profiles; {time.perf_counter() - start:.0f} s")
     if options.json:

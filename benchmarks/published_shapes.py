@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,7 +10,7 @@ from dataclasses import replace
 from benchmarks.published_engines import Skipped
 from benchmarks.published_models import Adapter, Shape
 
-__all__ = ["family_of", "need", "number", "padded", "shape_of"]
+__all__ = ["amount", "family_of", "need", "number", "padded", "shape_of"]
 
 # Words that a framework's text may hold, and the family of kernels that it runs.
 _MEGATRON = ("megatron", "gpt-neox", "libai")
@@ -25,14 +26,32 @@ _ADAPTERS = {
 }
 
 
-def number(row: Mapping[str, str], key: str) -> int | None:
-    """Return a whole number of a row, or None where it gives none."""
+def amount(row: Mapping[str, str], key: str) -> float | None:
+    """Return a number of a row, or None where it gives none.
+
+    Raises:
+        Skipped: it is no finite number, or below 0.
+    """
     text = (row.get(key) or "").strip()
-    return round(float(text)) if text else None
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        raise Skipped(f"{key} is {text[:40]!r}, not a number") from None
+    if not math.isfinite(value) or value < 0:
+        raise Skipped(f"{key} is {text[:40]!r}, not a finite number from 0 on")
+    return value
+
+
+def number(row: Mapping[str, str], key: str) -> int | None:
+    """Return a whole number of a row, or None where it gives none; raises as `amount`."""
+    value = amount(row, key)
+    return None if value is None else round(value)
 
 
 def need(row: Mapping[str, str], key: str) -> int:
-    """Return a whole number of a row.
+    """Return a whole number of a row, at least 1.
 
     Raises:
         Skipped: it gives none.
@@ -40,6 +59,8 @@ def need(row: Mapping[str, str], key: str) -> int:
     value = number(row, key)
     if value is None:
         raise Skipped(f"{key} is not given")
+    if value < 1:
+        raise Skipped(f"{key} is {row[key]}, below 1")
     return value
 
 

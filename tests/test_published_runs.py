@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from autoplan.estimating import Estimate
+from benchmarks import published_runs
 from benchmarks.published_models import Adapter
 from benchmarks.published_rows import (
     Skipped,
@@ -16,7 +20,7 @@ from benchmarks.published_rows import (
     measured_bytes,
     measured_time_s,
 )
-from benchmarks.published_runs import main, stages_of_first_node
+from benchmarks.published_runs import TraceStore, main, price_row, stages_of_first_node
 
 ROW = {
     "source_id": "made_up/one",
@@ -45,6 +49,10 @@ ROW = {
     "mem_kind": "torch max allocated, max over ranks",
     "outcome": "fit",
 }
+
+
+def _no_price(*_: object) -> Estimate:
+    raise Skipped("priced")
 
 
 def test_a_row_is_priced_as_it_says() -> None:
@@ -81,6 +89,78 @@ def test_what_a_row_leaves_open_is_priced_under_each_plausible_value() -> None:
 def test_a_row_that_cannot_be_priced_says_why(change: dict[str, str], reason: str) -> None:
     with pytest.raises(Skipped, match=reason):
         configurations({**ROW, **change})
+
+
+MALFORMED: list[tuple[dict[str, str | None], str]] = [
+    ({"gpus": "four"}, "gpus is 'four', not a number"),
+    ({"micro_batch": "0"}, "micro_batch is 0, below 1"),
+    ({"hidden": "-128"}, "hidden is '-128', not a finite number from 0 on"),
+    ({"iter_time_s": "nan"}, "iter_time_s is 'nan', not a finite number"),
+    ({"iter_time_s": "0"}, "iter_time_s is 0"),
+    ({"peak_mem_gib": "2 GiB"}, "peak_mem_gib is '2 GiB', not a number"),
+    ({"peak_mem_gib": "20000"}, "peak_mem_gib 20000 is more than the device has"),
+    ({"gpu": None}, "no profile for GPU that is not given"),
+    ({"heads": "7"}, "estimate refuses|failed with"),
+    ({"model": "MoE 8x7B"}, "experts are not built from a row"),
+    ({"ep": "2"}, "expert parallelism is not priced"),
+    ({"framework": "torchtitan async_tp"}, "asynchronous tensor parallelism is not priced"),
+    ({"duplicate_of": "x"}, "copy of another row"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), MALFORMED)
+def test_a_malformed_row_is_skipped_and_says_why(
+    change: dict[str, str | None], reason: str
+) -> None:
+    outcome = price_row({**ROW, **change}, "made_up.csv", 7, TraceStore())
+    assert re.search(reason, outcome.skipped), outcome.skipped
+    assert (outcome.file, outcome.line) == ("made_up.csv", 7)
+
+
+@pytest.mark.parametrize("column", sorted(ROW))
+def test_a_file_without_a_column_prices_its_rows_or_says_what_they_lack(
+    column: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(published_runs, "_price", _no_price)
+    row = {key: value for key, value in ROW.items() if key != column}
+    needed = ("layers", "hidden", "heads", "vocab", "seq", "gpus", "micro_batch")
+    reason = {key: f"{key} is not given" for key in needed} | {
+        "tp": "tp or pp is not given",
+        "pp": "tp or pp is not given",
+        "gpu": "no profile for GPU that is not given",
+    }
+    skipped = price_row(row, "made_up.csv", 2, TraceStore()).skipped
+    assert skipped == reason.get(column, "priced")
+
+
+def test_more_cells_than_columns_are_no_row() -> None:
+    row: dict[Any, Any] = {**ROW, None: ["x"]}
+    assert "more cells" in price_row(row, "made_up.csv", 2, TraceStore()).skipped
+
+
+def test_files_without_rows_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.csv").write_text("")
+    (tmp_path / "binary.csv").write_bytes(bytes([0xFF, 0xFE, 0, 1]))
+    main([str(tmp_path / name) for name in ("empty.csv", "binary.csv", "missing.csv")])
+    printed = capsys.readouterr().out
+    assert "empty.csv: has no rows" in printed
+    for name in ("binary.csv", "missing.csv"):
+        assert f"{name}: cannot be read as CSV after 0 rows" in printed
+
+
+def test_what_is_not_compared_is_named() -> None:
+    row = {**ROW, "mem_kind": "torch peak", "notes": "time is per micro-batch iteration"}
+    outcome = price_row(row, "made_up.csv", 2, TraceStore())
+    assert "memory: kind 'torch peak' is not known" in outcome.left_out
+    assert "time: not one of the batch" in outcome.left_out
+    assert price_row(ROW, "made_up.csv", 2, TraceStore()).left_out == ""
+
+
+def test_litgpt_on_several_devices_checkpoints_and_keeps_whole_gradients() -> None:
+    row = {**ROW, "framework": "litgpt (FSDP)", "tp": "1", "dp": "4", "zero_stage": ""}
+    found = configurations({**row, "recompute": ""})
+    assert [(f.options["engine"], f.options["recompute"]) for f in found] == [("litgpt", "full")]
+    assert set(found[0].assumed) == {"recompute", "zero_stage"}
 
 
 def test_adapters_offload_and_narrow_states_are_read() -> None:

@@ -310,3 +310,24 @@ def test_replayed_stages_of_a_pipeline_engine_take_what_the_memory_model_says(
         found.reserved_memory_bytes, found.peak_memory_bytes, reserve, strict=True
     ):
         assert 0.95 * (peak - outside) <= reserved
+
+
+def test_gradients_that_wait_whole_are_as_large_as_all_parameters(traces: dict[int, Trace]) -> None:
+    engine = engine_named("litgpt")
+    peaks = [
+        max(
+            estimate(
+                Decoder.on_meta(SHAPE),
+                CLUSTER,
+                batch_of(SHAPE),
+                global_batch_size=8,
+                dp=8,
+                zero_stage=3,
+                engine=replace(engine, accumulates_whole=whole),
+                traces=traces,
+            ).peak_memory_bytes
+        )
+        for whole in (False, True)
+    ]
+    parameters = sum(p.numel() * 2 for p in Decoder.on_meta(SHAPE).parameters())
+    assert peaks[1] - peaks[0] == parameters
