@@ -17,6 +17,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -68,8 +69,13 @@ def run_version(
     told = _run([python, "-c", "import torch; print(torch.__version__)"], environment)
     if told.returncode or told.stdout.strip().partition("+")[0] != version:
         return version, "-", "-", f"{found or python} has {_last_line(told)}"
-    done = _run([python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests], environment)
-    return version, *outcome_of(done.stdout)
+    # Each file in a process of its own: in a build for CUDA tracing starts threads of autograd, and
+    # a test after it in the same process could fork no workers.
+    told_by = [
+        _run([python, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", one], environment)
+        for one in tests
+    ]
+    return version, *outcome_of("\n".join(done.stdout for done in told_by))
 
 
 def found_at(path: Path) -> tuple[str, Mapping[str, str]]:
@@ -82,11 +88,13 @@ def found_at(path: Path) -> tuple[str, Mapping[str, str]]:
 
 
 def outcome_of(printed: str) -> tuple[str, str, str]:
-    """Return how many tests passed and failed, and the first failure, from pytest's output."""
-    counts = {kind.rstrip("s"): number for number, kind in _SUMMARY.findall(printed)}
-    failed = int(counts.get("failed", 0)) + int(counts.get("error", 0))
+    """Return how many tests passed and failed, and the first failure, from pytest's outputs."""
+    counts: Counter[str] = Counter()
+    for number, kind in _SUMMARY.findall(printed):
+        counts[kind.rstrip("s")] += int(number)
+    failed = counts["failed"] + counts["error"]
     found = re.search(r"^(?:FAILED|ERROR) (.*)$", printed, re.MULTILINE)
-    return counts.get("passed", "0"), str(failed), found.group(1)[:100] if found else ""
+    return str(counts["passed"]), str(failed), found.group(1)[:100] if found else ""
 
 
 def _run(

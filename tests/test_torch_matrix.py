@@ -15,6 +15,11 @@ def test_failures_and_errors_are_counted_and_the_first_is_named() -> None:
     printed += "1 failed, 2 passed, 1 error in 3.00s\n"
     assert outcome_of(printed) == ("2", "2", "tests/a.py::test_b - ValueError: x")
     assert outcome_of("....\n4 passed in 1.00s\n") == ("4", "0", "")
+    assert outcome_of(f"{printed}4 passed in 1.00s\n") == (
+        "6",
+        "2",
+        "tests/a.py::test_b - ValueError: x",
+    )
     assert outcome_of("no tests ran in 0.01s\n") == ("0", "0", "")
 
 
