@@ -128,9 +128,10 @@ def held_send_after(setting: Setting, stage: int) -> int:
     """Return after how many backwards a rank holds an output whose micro-batch is done; 0: never.
 
     The last send of a warm-up is waited for again after the last forward only (torch,
-    `Schedule1F1B._step_microbatches`, `send_work`), and a send holds its tensor. Where the schedule
-    is long enough for that to come on top of all micro-batches in flight, it counts from the first
-    backward on, since the actions that repeat themselves are left out.
+    `Schedule1F1B._step_microbatches`, `send_work`), and a send may hold its tensor (seen on gloo
+    for some models, not for all). Where the schedule is long enough for that to come on top of all
+    micro-batches in flight, it counts from the first backward on, since the actions that repeat
+    themselves are left out.
     """
     if setting.schedule != "1f1b":
         return 0
