@@ -26,6 +26,7 @@ __all__ = [
     "blocks_bound",
     "frontiers_bound",
     "layout_reason",
+    "least_state_bytes",
     "memory_bound",
     "ops_bound",
     "static_reason",
@@ -75,14 +76,12 @@ def static_reason(planner: Planner, setting: Setting) -> str | None:
     Parameters and optimizer state must fit, counted in shards that divide by every degree and
     without activations; and the layout must be one that can be run.
     """
-    trace = planner.smallest_trace()
     unrunnable = layout_reason(planner, setting) or _unlike_reason(planner, setting)
     if unrunnable is not None:
         return unrunnable
     if setting.offload != "none":
         return None
-    shards = setting.shards
-    need = _state_bytes(planner, trace) // (shards * setting.tp * setting.pp)
+    need = least_state_bytes(planner, setting)
     capacity = _most_bytes(planner, setting)
     if need <= capacity:
         return None
@@ -90,6 +89,17 @@ def static_reason(planner: Planner, setting: Setting) -> str | None:
         f"parameters and optimizer state alone need {format_bytes(need)} a device, it has "
         f"{format_bytes(capacity)}"
     )
+
+
+def least_state_bytes(planner: Planner, setting: Setting) -> int:
+    """Return bytes of parameters and optimizer states in shards that divide by every degree.
+
+    None where these lie on the host.
+    """
+    if setting.offload != "none":
+        return 0
+    states = _state_bytes(planner, planner.smallest_trace())
+    return states // (setting.shards * setting.tp * setting.pp)
 
 
 def _state_bytes(planner: Planner, trace: Trace) -> int:

@@ -7,20 +7,21 @@ fits; `optimize` falls back to that plan, so what is printed here can be followe
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from autoplan.bounds import layout_reason
+from autoplan.bounds import layout_reason, least_state_bytes
 from autoplan.cluster import Cluster
 from autoplan.costs import Pricer
 from autoplan.errors import AutoplanError, InfeasibleError
 from autoplan.frontiers import Decision
 from autoplan.limits import constraint_texts, kept_constraints
 from autoplan.memory import StageMemory
-from autoplan.plan_prices import plan_price
 from autoplan.profiles.catalog import list_profiles, load_profile
 from autoplan.search_options import alike, block_option
 from autoplan.settings import OFFLOADS, Setting
+from autoplan.stage_bytes import rank_memory
 from autoplan.stage_ends import even_stage_ends, is_runnable
 from autoplan.units import format_bytes, format_bytes_up
 
@@ -48,32 +49,40 @@ class Least:
         return self.stage.peak
 
 
-def least_memory(planner: Planner, enough: int = 0) -> Least:
+def least_memory(planner: Planner) -> Least:
     """Return the plan whose fullest stage needs least among those that save memory.
 
     Tried are the settings with the smallest micro-batch and with most or no sharding of states,
-    every block at its leanest decision, and cuts that are moved away from the fullest stage.
+    every block at its leanest decision, and cuts that are moved away from the fullest stage; those
+    first whose parameters and optimizer states alone take least, and none that these rule out.
+    """
+    least = _least_memory(planner, 0)
+    assert least is not None, "settings() is never empty"
+    return least
 
-    Args:
-        planner: the problem.
-        enough: bytes with which the search may stop; 0: never.
+
+def _least_memory(planner: Planner, enough: int) -> Least | None:
+    """Return the plan of least memory, or the first within `enough` bytes.
+
+    None where the states alone take more than that under every setting; 0 bytes: any is wanted.
     """
     every = planner.settings()
     settings = [s for s in every if layout_reason(planner, s) is None] or every
     # Stages beside a rank's first only add to what it holds.
     settings = [s for s in settings if s.virtual_stages == 1] or settings
     smallest = min(s.microbatch_size for s in settings)
+    zero_stages = (0, 3) if "zero_stage" not in planner.pins else (0, 1, 2, 3)
+    tried = [s for s in settings if s.microbatch_size == smallest and s.zero_stage in zero_stages]
     best: Least | None = None
-    stages = (0, 3) if "zero_stage" not in planner.pins else (0, 1, 2, 3)
-    for setting in settings:
-        if setting.microbatch_size != smallest or setting.zero_stage not in stages:
-            continue
+    for setting in sorted(tried, key=lambda s: least_state_bytes(planner, s)):
+        states = least_state_bytes(planner, setting)
+        if (enough and states > enough) or (best is not None and states >= best.need_bytes):
+            break
         found = _least_of(planner, setting)
         if best is None or found.need_bytes < best.need_bytes:
             best = found
         if best.need_bytes <= enough:
             break
-    assert best is not None, "settings() is never empty"
     return best
 
 
@@ -81,42 +90,72 @@ def _least_of(planner: Planner, setting: Setting) -> Least:
     pricer = planner.pricer(setting.microbatch_size)
     calls = range(len(pricer.trace.calls))
     ends = even_stage_ends(pricer.trace, setting.pp * setting.virtual_stages)
-    best = min(
-        (
-            _priced(pricer, setting, ends, _leanest(pricer, setting, is_sliced))
-            for is_sliced in pricer.borders(setting.tp)
-        ),
-        key=lambda least: least.need_bytes,
-    )
-    decisions = best.decisions
-    for _ in range(len(calls)):
+    best: _Walked | None = None
+    for is_sliced in pricer.borders(setting.tp):
+        decisions = _leanest(pricer, setting, is_sliced)
+        walked = _Walked(pricer=pricer, setting=setting, decisions=decisions, ends=ends)
+        if best is None or walked.need < best.need:
+            best = walked
+    assert best is not None, "activations cross borders in one way at least"
+    for _ in calls:
         moved = [
-            _priced(pricer, setting, ends, decisions)
-            for ends in _moved(best.ends)
+            best.cut_at(ends)
+            for ends in _moved(best.ends, best.fullest)
             if setting.pp == 1 or is_runnable(pricer.trace, ends)
         ]
-        better = min(moved, key=lambda least: least.need_bytes, default=best)
-        if better.need_bytes >= best.need_bytes:
+        better = min(moved, key=lambda walked: walked.need, default=best)
+        if better.need >= best.need:
             break
         best = better
-    return best
+    return Least(
+        setting=setting,
+        ends=best.ends,
+        decisions=best.decisions,
+        stage=best.memory(best.fullest),
+    )
 
 
-def _moved(ends: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield the stage ends that differ by one block at one cut."""
-    for cut in range(len(ends) - 1):
-        for step in (-1, 1):
+@dataclass(slots=True, kw_only=True)
+class _Walked:
+    """The memory of decided cuts; a stage is walked once for each range of calls that it has."""
+
+    pricer: Pricer
+    setting: Setting
+    decisions: tuple[Decision, ...]
+    ends: tuple[int, ...]
+    known: dict[tuple[object, ...], StageMemory] = field(default_factory=dict)
+
+    def memory(self, rank: int) -> StageMemory:
+        """Return the memory of a rank."""
+        spans = [range(a, b) for a, b in pairwise((0, *self.ends))]
+        key = (rank, *spans[rank :: self.setting.pp])
+        if key not in self.known:
+            device = self.pricer.on_stage(self.setting, rank)
+            self.known[key] = rank_memory(device, self.setting, rank, spans, self.decisions)
+        return self.known[key]
+
+    @property
+    def fullest(self) -> int:
+        """Return the rank that needs most."""
+        return max(range(self.setting.pp), key=lambda rank: self.memory(rank).peak)
+
+    @property
+    def need(self) -> int:
+        """Return the bytes that a device must have."""
+        return self.memory(self.fullest).peak
+
+    def cut_at(self, ends: tuple[int, ...]) -> _Walked:
+        """Return the same decisions in other stages."""
+        return replace(self, ends=ends)
+
+
+def _moved(ends: tuple[int, ...], stage: int) -> Iterator[tuple[int, ...]]:
+    """Yield the stage ends that take a block off a stage's start or end."""
+    for cut, step in ((stage - 1, 1), (stage, -1)):
+        if 0 <= cut < len(ends) - 1:
             moved = (*ends[:cut], ends[cut] + step, *ends[cut + 1 :])
-            if all(a < b for a, b in zip((0, *moved), moved, strict=False)):
+            if all(a < b for a, b in pairwise((0, *moved))):
                 yield moved
-
-
-def _priced(
-    pricer: Pricer, setting: Setting, ends: tuple[int, ...], decisions: tuple[Decision, ...]
-) -> Least:
-    memory = plan_price(pricer, setting, ends, decisions).memory
-    stage = max(memory, key=lambda stage: stage.peak)
-    return Least(setting=setting, ends=ends, decisions=decisions, stage=stage)
 
 
 def _leanest(pricer: Pricer, setting: Setting, is_sliced: bool) -> tuple[Decision, ...]:
@@ -297,6 +336,7 @@ def _fits(
             }
     capacity = changed.cluster.total_bytes
     try:
-        return least_memory(changed, capacity).need_bytes <= capacity
+        found = _least_memory(changed, capacity)
+        return found is not None and found.need_bytes <= capacity
     except (AutoplanError, ValueError):
         return False
