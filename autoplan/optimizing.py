@@ -80,8 +80,7 @@ def optimize(
         workers: processes that trace and search at once; None: one per core, 1: this one alone. The
             plan does not depend on it. Where processes cannot be forked, it is 1.
         **pins: fixed settings: dp, tp, pp, zero_stage, microbatch_size, num_microbatches,
-            dp_replicate, axis_order, recompute, schedule, virtual_stages. Several stages a rank are
-            searched where `schedule="interleaved"` or `virtual_stages` asks for them.
+            dp_replicate, axis_order, recompute, schedule, virtual_stages.
 
     Raises:
         InfeasibleError: nothing fits; says the need, the capacity, the category and a remedy.
