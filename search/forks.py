@@ -54,8 +54,12 @@ class Forked:
         theirs.close()
 
     def processor_s(self) -> float:
-        """Return the processor seconds that the process has taken so far."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        """Return the processor seconds that the process has taken so far; 0 after its end."""
+        try:
+            text = Path(f"/proc/{self._process.pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):  # what it said may wait in the pipe still
+            return 0.0
+        fields = text.rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # proc(5)
 
     def end(self) -> int | None:

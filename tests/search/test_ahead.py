@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -194,6 +195,15 @@ def test_a_function_runs_beside_and_here_where_its_process_fails() -> None:
     assert Beside(here_only).result() == PARENT
     with pytest.warns(RuntimeWarning, match="done again in this one"):
         assert Beside(lambda: os.getpid() == PARENT or os._exit(3)).result() is True
+
+
+def test_an_answer_outlives_its_process() -> None:
+    beside = Beside(os.getpid)
+    while multiprocessing.active_children():  # which reaps those that have ended
+        time.sleep(0.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert beside.result() != PARENT
 
 
 @few
