@@ -153,12 +153,20 @@ class Planner:
 
     def trace_ahead(self) -> None:
         """Trace the sizes that the settings need, by two processes if they are worth it."""
-        sizes = {setting.microbatch_size for setting in self.settings()}
+        settings = self.settings()
+        sizes = {setting.microbatch_size for setting in settings}
+
+        def bound(found: Mapping[int, Trace]) -> None:
+            self._exact.update(found)
+            for setting in settings:
+                if setting.microbatch_size in self._exact:
+                    ops_bound(self, setting)
+
         exact = {size for size in sizes if size <= _TRACED_ROWS[1]}
         missing = sorted(exact.union(_TRACED_ROWS if exact != sizes else ()) - self._exact.keys())
         if self.wants_processes():
             start = time.perf_counter()
-            traces, elsewhere = by_two(self._capture, missing)
+            traces, elsewhere = by_two(self._capture, missing, bound)
             self._exact.update(traces)
             self._elsewhere.update(elsewhere)
             self.trace_time_s += time.perf_counter() - start

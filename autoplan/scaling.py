@@ -50,6 +50,8 @@ def _affine(low: Any, high: Any, a: int, b: int, rows: int, key: str = "") -> An
         raise _Different
     if key in _IGNORED:
         return ""
+    if low == high:
+        return low
     if is_dataclass(low) and not isinstance(low, type):
         names = _field_names(type(low))
         values = {
@@ -74,9 +76,7 @@ def _affine(low: Any, high: Any, a: int, b: int, rows: int, key: str = "") -> An
         return _affine_text(low, high, a, b, rows)
     if isinstance(low, str) and low.startswith("S(") and isinstance(high, str):
         return _affine_placement(low, high, a, b, rows)
-    if low != high:
-        raise _Different
-    return low
+    raise _Different
 
 
 def _affine_text(low: str, high: str, a: int, b: int, rows: int) -> str:

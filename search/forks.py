@@ -150,14 +150,25 @@ class Beside(Generic[T]):
         return self._function()
 
 
-def by_two(function: Callable[[K], T], keys: Sequence[K]) -> tuple[dict[K, T], set[K]]:
-    """Return what a function gives for keys, and for which of them a second process found it."""
+def by_two(
+    function: Callable[[K], T],
+    keys: Sequence[K],
+    meanwhile: Callable[[dict[K, T]], None] = lambda found: None,
+) -> tuple[dict[K, T], set[K]]:
+    """Return what a function gives for keys, and for which of them a second process found it.
+
+    Args:
+        function: without side effects.
+        keys: shared out in halves, the first to this process.
+        meanwhile: called with what this process found, before it waits for the other.
+    """
     theirs = keys[-(-len(keys) // 2) :]
     if not theirs:
         return {key: function(key) for key in keys}, set()
     beside = Beside(lambda: [function(key) for key in theirs])
     try:
         found = {key: function(key) for key in keys[: -len(theirs)]}
+        meanwhile(found)
     except BaseException:
         beside.end()
         raise
