@@ -27,7 +27,7 @@ from tests.plans import hand_plan
 STEPS = 3
 MODEL = str(Path(__file__).parent / "standalone_model.py")
 PLANS: list[dict[str, Any]] = [
-    {"pp": 2, "tp": 2, "microbatch_size": 1, "recompute": "selective"},
+    {"pp": 2, "tp": 2, "schedule": "1f1b", "microbatch_size": 1, "recompute": "selective"},
     {
         "dp": 2,
         "pp": 2,
