@@ -138,7 +138,11 @@ def bare(op: Op) -> Op:
 
 
 def choose_precision(model: nn.Module, wanted: str, is_gpu: bool) -> Any:
-    """Return the precision: `auto` trains a bfloat16 model with float32 master parameters."""
+    """Return the precision: `auto` trains a bfloat16 model with float32 master parameters.
+
+    Raises:
+        ValueError: it is none of auto, none and bfloat16, or the model is not built in bfloat16.
+    """
     if wanted not in ("auto", "none", "bfloat16"):
         raise ValueError(f"mixed_precision={wanted!r}; allowed are auto, none, bfloat16")
     dtypes = {p.dtype for p in model.parameters()}

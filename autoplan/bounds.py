@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autoplan.planner import Planner
 
 __all__ = [
-    "Least",
+    "LeastCalls",
     "blocks_bound",
     "frontiers_bound",
     "layout_reason",
@@ -203,7 +203,7 @@ def _even_step(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Least:
+class LeastCalls:
     """What calls take and hold at the least under a setting, each alone.
 
     Attributes:
@@ -217,7 +217,7 @@ class Least:
     static: int
 
 
-def _least(planner: Planner, setting: Setting, is_sequence_parallel: bool) -> Least:
+def _least(planner: Planner, setting: Setting, is_sequence_parallel: bool) -> LeastCalls:
     """Return the least of all calls: the same whatever the schedule and the stages a rank."""
     key = (replace(setting, schedule="none", virtual_stages=1), is_sequence_parallel)
     if key not in planner.least:
@@ -235,7 +235,7 @@ def _least(planner: Planner, setting: Setting, is_sequence_parallel: bool) -> Le
             static += len(calls) * least.static
             for call in calls:
                 times[call] = least.forward
-        planner.least[key] = Least(times=tuple(times), once=once, static=static)
+        planner.least[key] = LeastCalls(times=tuple(times), once=once, static=static)
     return planner.least[key]
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from autoplan.autocast import check_autocast, choose_precision, dtype_of
 from autoplan.batches import batch_rows
 from autoplan.bounds import (
-    Least,
+    LeastCalls,
     blocks_bound,
     frontiers_bound,
     memory_bound,
@@ -112,7 +112,7 @@ class Planner:
     _elsewhere: set[int] = field(default_factory=set)
     _usable: dict[int, Trace] = field(default_factory=dict)
     posed: dict[tuple[Setting, bool, bool], Posed] = field(default_factory=dict)
-    least: dict[tuple[Setting, bool], Least] = field(default_factory=dict)
+    least: dict[tuple[Setting, bool], LeastCalls] = field(default_factory=dict)
     state_bytes: int | None = None
     strided: list[ParameterTrace] | None = None
 

@@ -79,15 +79,10 @@ def _why(plan: Plan, mode: str) -> str:
     return f"recompute={mode}" if mode in ("full", "selective") else ""
 
 
-def _copies(plan: Plan) -> bool:
-    """Return whether calls write to copies of their inputs."""
-    return plan.zero_stage > 0 or plan.mixed_precision != "none" or plan.mesh.pp > 1
-
-
 def with_own_inputs(plan: Plan, graph: BlockGraph) -> BlockGraph:
     """Return a graph that the plan can run: as it is, or writing to copies of its inputs."""
     written = written_values(graph.ops) & set(graph.inputs)
-    if not written or not _copies(plan):
+    if not written or not _why(plan, "none"):
         return graph
     copies = {name: f"{name}_own" for name in graph.inputs if name in written}
 
