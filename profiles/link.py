@@ -30,6 +30,7 @@ __all__ = [
     "all_gather_time_s",
     "all_reduce_time_s",
     "all_to_all_time_s",
+    "broadcast_time_s",
     "reduce_scatter_time_s",
     "send_time_s",
 ]
@@ -247,6 +248,17 @@ def all_to_all_time_s(nbytes: float, degree: int, link: LinkProfile) -> float:
     """
     step_s = link.latency_s + nbytes / degree / link.bytes_per_s
     return link.setup_s + (degree - 1) * step_s
+
+
+def broadcast_time_s(nbytes: float, degree: int, link: LinkProfile) -> float:
+    """Return the seconds in which one rank sends `nbytes` to all others of its group.
+
+    A chain along the ring: (d - 1) latency + nbytes / bandwidth, as pieces follow each other
+    (Chan et al. 2007, Collective communication: theory, practice, and experience, section 4).
+    """
+    if degree == 1 or nbytes == 0:
+        return 0.0
+    return link.setup_s + (degree - 1) * link.latency_s + nbytes / link.bus_bytes_per_s
 
 
 def send_time_s(nbytes: float, degree: int, link: LinkProfile) -> float:
