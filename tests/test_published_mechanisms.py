@@ -17,8 +17,8 @@ from autoplan.local import localize
 from autoplan.nodes import NODES
 from autoplan.optimizers import Optimizer
 from autoplan.plan import Recompute
-from autoplan.resident import static_bytes
 from autoplan.profiles.link import broadcast_time_s
+from autoplan.resident import static_bytes
 from autoplan.settings import Setting, Workload
 from autoplan.stage_costs import GroupBytes
 from autoplan.step_costs import (
