@@ -1,7 +1,7 @@
 """How good plans are: `python benchmarks/plan_quality.py [FILE.csv ...]`.
 
-Files of published measurements: every configuration that their authors tuned beside the plan for the
-same model, cluster and batch, by one simulator (`benchmarks.published_quality`). Then what each
+Files of published measurements: every configuration that their authors tuned beside the plan for
+the same model, cluster and batch, by one simulator (`benchmarks.published_quality`). Then what each
 dimension of the search is worth.
 
 Every model is planned for every cluster by the joint search, and again with one freedom taken away:
@@ -200,7 +200,7 @@ def main() -> None:
     """Print the tables; leave with 1 where a published or a restricted plan beats the joint one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "files", type=Path, nargs="*", help="tables of published measurements, to compare with first"
+        "files", type=Path, nargs="*", help="published measurements, to compare with first"
     )
     parser.add_argument("--model", choices=MODELS, action="append", help="some models only")
     parser.add_argument("--cluster", action="append", help="other clusters")
