@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from autoplan.cluster import Cluster
 from autoplan.meshes import stride_of
 from autoplan.offload import copy_in_s, copy_out_s
-from autoplan.profiles.link import LinkProfile
+from autoplan.profiles.link import LinkProfile, broadcast_time_s
 from autoplan.resident import uses_fsdp
 from autoplan.settings import Setting, Workload
 from autoplan.stage_costs import GroupBytes
@@ -84,6 +84,8 @@ def data_parallel_times(
         reduce_s = share * link.collective_time_s("all_reduce", size, setting.dp)
         return DataParallelTimes(once_reduce_s=reduce_s)
     link, degree = data_parallel_link(setting, cluster), setting.dp_shard
+    if setting.zero_stage == 1 and workload.engine.owns_whole_tensors:
+        return _whole_tensor_times(group, reduced, setting, cluster)
     gather_s = link.collective_time_s("all_gather", group.gathered, degree)
     reduce_s = link.collective_time_s("reduce_scatter", reduced, degree)
     sum_s = _replicas_s(reduced, setting, cluster)
@@ -100,6 +102,21 @@ def data_parallel_times(
         found,
         gather_s=gather_s + copy_in_s(group, setting, cluster),
         reduce_s=found.reduce_s + copy_out_s(group, setting, cluster),
+    )
+
+
+def _whole_tensor_times(
+    group: GroupBytes, reduced: int, setting: Setting, cluster: Cluster
+) -> DataParallelTimes:
+    """Return the times of ZeRO-1 whose ranks own whole tensors (`Engine.owns_whole_tensors`)."""
+    everywhere = cluster.link_for(setting.dp, stride_of("dp", setting))
+    count = max(1, group.trained_tensors)
+    one_s = broadcast_time_s(
+        group.gathered / count, setting.dp_shard, data_parallel_link(setting, cluster)
+    )
+    return DataParallelTimes(
+        once_gather_s=count * one_s,
+        once_reduce_s=everywhere.collective_time_s("all_reduce", reduced, setting.dp),
     )
 
 
