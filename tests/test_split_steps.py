@@ -40,7 +40,8 @@ def step(setting: Setting, stages: Stages) -> float:
     by_stage = times.tolist() if setting.virtual_stages > 1 else ()
     whole = pipeline_step_s(ranks, setting, by_stage)
     saved = sum(saved_by_block(*stage) for stage in stages)
-    return float(steps_with_split(whole, setting, *parts.T, saved))
+    forward, inputs, weights = parts.T
+    return float(steps_with_split(whole, setting, forward, inputs, weights, saved))
 
 
 @st.composite
@@ -72,7 +73,7 @@ def test_lists_take_what_a_simulation_tick_by_tick_takes(
     setting, stages = case
     stages = [(f + 1, b + 1, w + 1) for f, b, w in stages]
     pp, m, v = setting.pp, setting.num_microbatches, setting.virtual_stages
-    ticks = {}
+    ticks: dict[tuple[int, str], int] = {}
     for stage, (f, b, w) in enumerate(stages):
         ticks |= {(stage, "F"): f, (stage, "I"): b, (stage, "W"): w, (stage, "B"): b + w}
     expected = brute_force_step(schedule_actions(name, pp, m, v), ticks, 0, overlaps=True)
@@ -97,9 +98,11 @@ def test_several_pipelines_at_once_take_what_each_takes() -> None:
     parts = drawn.astype(np.float64)
     steps = parts.sum(axis=2).max(axis=1)
     saved = np.arange(5.0)
-    both = steps_with_split(steps, setting, *np.moveaxis(parts, 2, 0), saved)
+    f, b, w = np.moveaxis(parts, 2, 0)
+    both = steps_with_split(steps, setting, f, b, w, saved)
     each = [
-        float(steps_with_split(steps[i], setting, *parts[i].T, saved[i])) for i in range(len(parts))
+        float(steps_with_split(steps[i], setting, f[i], b[i], w[i], saved[i]))
+        for i in range(len(parts))
     ]
     assert both.tolist() == each
 
