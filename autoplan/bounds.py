@@ -14,8 +14,9 @@ from autoplan.search.candidates import Refinement
 from autoplan.search.problem import Run
 from autoplan.search.together import together_bound
 from autoplan.search_options import alike, block_option, least_option
-from autoplan.setting_problem import borders_s
+from autoplan.setting_problem import borders_s, split_saving, usable_decisions
 from autoplan.settings import Setting
+from autoplan.split_steps import saved_at_most
 from autoplan.units import TICK_S, format_bytes
 
 if TYPE_CHECKING:
@@ -55,9 +56,15 @@ def _bound(setting: Setting, total: float, slowest: float) -> int:
     return int(_step(setting, total, max(slowest, total / setting.pp)) / TICK_S * (1 - 1e-9))
 
 
-def _step(setting: Setting, total: float, slowest: float) -> float:
-    """Return the time of a step of ranks that take `total`, the slowest of them `slowest`."""
+def _step(setting: Setting, total: float, slowest: float, saved: float | None = None) -> float:
+    """Return the time of a step of ranks that take `total`, the slowest of them `slowest`.
+
+    `saved`: at most, because backwards are split; None: not known, and never above the share of
+    `total` (see `split_steps`).
+    """
     others = (total - slowest) / setting.virtual_stages
+    if setting.schedule == "zero_bubble":
+        others -= saved_at_most(total, setting) if saved is None else saved
     return setting.num_microbatches * slowest + others
 
 
@@ -153,6 +160,8 @@ def blocks_bound(planner: Planner, setting: Setting) -> Refinement:
             ticks = [s / TICK_S for s in seconds]
             borders = [s / TICK_S for s in _borders_s(planner, setting, is_sliced)]
             even = _even_step(planner, setting, ticks, borders)
+            if setting.schedule == "zero_bubble":
+                even -= saved_at_most(sum(ticks), setting)
             bound = max(bound, int(even * (1 - 1e-9)))
         bounds.append(bound)
     return Refinement(bound=min(bounds))
@@ -179,9 +188,10 @@ def _border_bound(planner: Planner, setting: Setting, is_sequence_parallel: bool
     if setting.pp > 1:
         borders = [s / TICK_S for s in _borders_s(planner, setting, is_sequence_parallel)]
     total, slowest = sum(least.times) + sum(borders), float(max(least.times))
-    step = _step(setting, total, max(slowest, total / setting.pp))
+    saved = split_saving(planner.pricer(setting.microbatch_size), setting, is_sequence_parallel)
+    step = _step(setting, total, max(slowest, total / setting.pp), saved)
     if setting.virtual_stages > 1:
-        step = max(step, _even_step(planner, setting, least.times, borders))
+        step = max(step, _even_step(planner, setting, least.times, borders) - saved)
     return Refinement(bound=int(step * (1 - 1e-9)) + -(-least.once // setting.pp))
 
 
@@ -275,10 +285,13 @@ def _together(planner: Planner, setting: Setting, is_sliced: bool) -> int | None
         call = calls[0]
         block = pricer.trace.calls[call].block
         options = []
-        for decision in pricer.decisions(block, setting.tp, is_sequence_parallel=is_sliced):
-            handed_on = pricer.base(block, decision, setting.tp).memory.held_output_bytes
+        for decision in usable_decisions(pricer, block, setting, is_sliced):
+            work = pricer.base(block, decision, setting.tp)
+            less = work.memory.held_output_bytes
             option = block_option(pricer, call, decision, setting, live[-1])
-            kept = max(0, option.kept - -(-handed_on // unit))
+            if setting.schedule == "zero_bubble":
+                less += work.deferred.nbytes + work.deferred.released_bytes
+            kept = max(0, option.kept - -(-less // unit))
             options.append(replace(option, kept=kept, once=v * option.once))
         runs.append(Run(count=len(calls), options=tuple(options)))
     clusters = [planner.cluster.on_stage(setting, stage) for stage in range(setting.pp)]
@@ -289,7 +302,9 @@ def _together(planner: Planner, setting: Setting, is_sliced: bool) -> int | None
         [int(s / TICK_S) for s in _borders_s(planner, setting, is_sliced)],
         setting.num_microbatches * v,
     )
-    return None if bound is None else bound // v
+    if bound is None:
+        return None
+    return max(0, bound // v - split_saving(pricer, setting, is_sliced))
 
 
 def strided_states(trace: Trace) -> list[ParameterTrace]:

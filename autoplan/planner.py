@@ -30,6 +30,7 @@ from autoplan.bounds import (
 from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
 from autoplan.costs import Pricer
+from autoplan.deferral import splits
 from autoplan.frontiers import Decision, Frontiers
 from autoplan.graph import ParameterTrace, Trace
 from autoplan.interleaving import Alike, alike_run
@@ -45,12 +46,12 @@ from autoplan.search.forks import Beside, usable_cores
 from autoplan.search.mesh import MeshResult, Progress, search_settings
 from autoplan.search.problem import PipelineSolution
 from autoplan.setting_problem import pipeline_problem
+from autoplan.setting_rules import broken_rules
 from autoplan.setting_solver import Posed, relaxation_bound, solve_setting
 from autoplan.settings import (
     NO_LIMITS,
     Setting,
     Workload,
-    broken_rules,
     check_pins,
     settings_of,
 )
@@ -265,6 +266,7 @@ class Planner:
                 self.pins,
                 limits=self.limits,
                 num_alike=len(alike_run(trace).calls),
+                can_split=splits(trace),
             )
         )
         if not found:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autoplan.frontiers import Decision
-from autoplan.limits import LIMITED_KEYS, Limits
+from autoplan.limits import Limits
 from autoplan.plan import Recompute, Simpler
 from autoplan.plan_prices import plan_price
 from autoplan.settings import Setting, settings_of
@@ -34,9 +34,8 @@ class Strategy:
         modes = {d.recompute.mode for d in self.decisions}
         wanted = pins.get("recompute")
         is_mode = wanted is None or modes == {wanted}
-        values = {name: getattr(self.setting, name) for name in LIMITED_KEYS}
         is_pinned = all(pins[key] == value for key, value in own.items())
-        return is_mode and is_pinned and limits.allows_all(values)
+        return is_mode and is_pinned and limits.allows_setting(self.setting)
 
 
 def simple_decisions(

@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.search.columns import KnownStages, StageTable, stage_runs
+from autoplan.search.cuts import cuts_within
 from autoplan.search.evaluate import (
     cut_positions,
     option_numbers,
@@ -51,7 +52,7 @@ from autoplan.search.problem import (
 )
 from autoplan.search.stage import stage_time_bounds
 
-__all__ = ["relaxed_bound", "solve_pipeline"]
+__all__ = ["cuts_below", "relaxed_bound", "solve_pipeline"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,6 +132,19 @@ def relaxed_bound(problem: PipelineProblem) -> int | None:
     columns, weight = table.columns(), problem.num_microbatches - 1
     partition = best_partition(table.time, table.once, columns, weight)
     return None if partition is None else partition.objective + problem.constant
+
+
+def cuts_below(problem: PipelineProblem, limit: int, most: int) -> list[tuple[int, ...]] | None:
+    """Return stage ends of every solution whose objective may be within a limit, in ticks.
+
+    None if there are more than `most`.
+
+    Raises:
+        ValueError: if the problem is malformed.
+    """
+    verify_pipeline_problem(problem)
+    table = _start(problem, 0.0, 0, 1, None).table
+    return cuts_within(problem, table, limit, most)
 
 
 def _start(
