@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autoplan.cluster import Cluster
+from autoplan.conventions import WHOLE, Convention
 from autoplan.costs import Pricer
 from autoplan.frontiers import Decision
 from autoplan.graph import Trace
@@ -30,7 +31,7 @@ _MOST_EXACT_BLOCKS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingProblem:
-    """What a setting asks of level 2 where activations cross borders of blocks in one way.
+    """What a setting asks of level 2 under one convention.
 
     Attributes:
         problem: with the capacities of the devices.
@@ -46,18 +47,14 @@ class SettingProblem:
 
 
 def pipeline_problem(
-    planner: Planner, setting: Setting, is_sequence_parallel: bool = False
+    planner: Planner, setting: Setting, convention: Convention = WHOLE
 ) -> SettingProblem:
-    """Return the pipeline problem of a setting.
+    """Return the pipeline problem of a setting under a convention.
 
-    With `is_sequence_parallel` activations cross the borders of blocks, and of stages, as slices
-    of tokens, one per tensor-parallel rank.
+    As activations cross the borders of blocks, they cross those of stages.
     """
     pricer = planner.pricer(setting.microbatch_size)
-    per_call = [
-        pricer.decisions(call.block, setting.tp, is_sequence_parallel=is_sequence_parallel)
-        for call in pricer.trace.calls
-    ]
+    per_call = [pricer.decisions(call.block, setting.tp, convention) for call in pricer.trace.calls]
     options = _options(pricer, setting, per_call)
     run = planner.alike_run(setting.microbatch_size)
     posed, saved = options, 0
@@ -67,7 +64,8 @@ def pipeline_problem(
         counts = stage_counts(run, least, setting.pp, setting.virtual_stages)
         posed, saved = _thinned(run, options, counts)
     fastest = [decisions[0] for decisions in per_call]
-    problem = _pipeline(planner, setting, _runs(pricer.trace, posed), fastest, is_sequence_parallel)
+    is_sliced = convention.is_sequence_parallel
+    problem = _pipeline(planner, setting, _runs(pricer.trace, posed), fastest, is_sliced)
     return SettingProblem(
         problem=replace(problem, cut_allowed=_cuts(planner, setting, counts), constant=-saved),
         per_call=per_call,

@@ -26,12 +26,9 @@ def fastest_of_setting(planner: Planner, setting: Setting) -> float | None:
     calls = pricer.trace.calls
     combinations_of_decisions = [
         decisions
-        for is_sliced in pricer.borders(setting.tp)
+        for convention in pricer.conventions(setting.tp)
         for decisions in product(
-            *(
-                pricer.decisions(call.block, setting.tp, is_sequence_parallel=is_sliced)
-                for call in calls
-            )
+            *(pricer.decisions(call.block, setting.tp, convention) for call in calls)
         )
     ]
     best: float | None = None
