@@ -102,7 +102,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "transfers",
     ),
     ("block_choice",),
-    ("frontiers",),
+    ("frontiers", "conventions"),
     ("block_work", "call_prices"),
     ("costs",),
     ("stage_bytes",),
