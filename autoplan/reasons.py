@@ -19,7 +19,7 @@ from autoplan.errors import InfeasibleError, SearchLimitError
 from autoplan.limits import constraint_texts
 from autoplan.plan import Plan
 from autoplan.settings import broken_rules, check_pins
-from autoplan.stage_ends import holders
+from autoplan.stage_ends import most_stages
 from autoplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _solved(
         for name in (key.split()[1],)
         if name in settings and not asked.limits.allows(name, settings[name])
     ]
-    num_blocks = sum(holders(planner.smallest_trace()))
+    num_blocks = most_stages(planner.smallest_trace())
     conflict += broken_rules(planner.cluster, planner.workload, num_blocks, planner.pins)
     if conflict:
         reasons = tuple(dict.fromkeys(conflict))

@@ -15,7 +15,7 @@ from autoplan.search.problem import SLOWNESS_UNIT, BlockOption, PipelineProblem,
 from autoplan.search_options import alike, block_option
 from autoplan.settings import Setting
 from autoplan.stage_bytes import batch_bytes, side_bytes
-from autoplan.stage_ends import even_stage_ends, holders
+from autoplan.stage_ends import even_stage_ends, holders, joined_calls
 from autoplan.units import to_ticks
 
 if TYPE_CHECKING:
@@ -229,6 +229,7 @@ def _pipeline(
         grain=grain,
         once_grain=once_grain,
         anchors=holders(pricer.trace) if setting.pp > 1 else (),
+        together=joined_calls(pricer.trace) if setting.pp > 1 else (),
     )
 
 
