@@ -17,6 +17,7 @@ from autoplan.search.together import together_bound
 from autoplan.search_options import alike, block_option, least_option
 from autoplan.setting_problem import borders_s, split_saving, usable_decisions
 from autoplan.settings import Setting
+from autoplan.shared_writes import lost_under
 from autoplan.split_steps import saved_at_most
 from autoplan.units import TICK_S, format_bytes
 
@@ -103,7 +104,26 @@ def static_reason(planner: Planner, setting: Setting) -> str | None:
 
 def unrunnable_reason(planner: Planner, setting: Setting) -> str | None:
     """Return why no plan of a setting can be run, whatever it takes, or None."""
-    return layout_reason(planner, setting) or _unlike_reason(planner, setting)
+    return (
+        layout_reason(planner, setting)
+        or _write_reason(planner, setting)
+        or _unlike_reason(planner, setting)
+    )
+
+
+def _write_reason(planner: Planner, setting: Setting) -> str | None:
+    """Return why a write to what enters a block would be lost under a setting, or None.
+
+    Where only recomputation would lose it, its block has no decision that recomputes.
+    """
+    trace = planner.smallest_trace()
+    is_mixed = planner.workload.mixed_precision != "none"
+    for lost, reason in lost_under(
+        trace.lost_writes, {}, pp=setting.pp, zero_stage=setting.zero_stage, is_mixed=is_mixed
+    ):
+        writer = trace.calls[lost.writer].fqn or "the code between blocks"
+        return f"with {reason} {writer} writes to a copy of its input, and {lost.value} misses it"
+    return None
 
 
 def static_need(planner: Planner, setting: Setting) -> int:

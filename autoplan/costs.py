@@ -97,7 +97,7 @@ class Pricer:
                 self.trace.blocks[block],
                 self.timer(tp),
                 whole=self.whole_states(block),
-                recompute=self.recompute,
+                recompute=self._recompute_of(block),
                 is_sequence_parallel=convention.is_sequence_parallel,
                 slices=slices,
                 offloads="activations" in self.workload.offload,
@@ -109,6 +109,13 @@ class Pricer:
                     found += (lean,)
             self._decisions[key] = found
         return self._decisions[key]
+
+    def _recompute_of(self, block: int) -> str | None:
+        return "none" if self.loses_writes(block) else self.recompute
+
+    def loses_writes(self, block: int) -> bool:
+        """Return whether somebody would miss what a class writes if it ran again."""
+        return any(self.trace.calls[lost.writer].block == block for lost in self.trace.lost_writes)
 
     def plain_decision(
         self, block: int, tp: int, convention: Convention = WHOLE, *, lean: bool = False

@@ -56,7 +56,7 @@ from autoplan.settings import (
     check_pins,
     settings_of,
 )
-from autoplan.stage_ends import holders
+from autoplan.stage_ends import most_stages
 from autoplan.tracer import trace
 
 __all__ = ["Planner", "make_planner"]
@@ -258,7 +258,7 @@ class Planner:
             ValueError: the pins or the batch leave none; says which numbers would do.
         """
         trace = self.smallest_trace()
-        num_blocks = sum(holders(trace))
+        num_blocks = most_stages(trace)
         found = list(
             settings_of(
                 self.cluster,

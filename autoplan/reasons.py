@@ -22,7 +22,7 @@ from autoplan.plan import Plan
 from autoplan.schedules import SCHEDULES
 from autoplan.setting_rules import broken_rules
 from autoplan.settings import check_pins
-from autoplan.stage_ends import holders
+from autoplan.stage_ends import most_stages
 from autoplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _solved(
         for name in (key.split()[1],)
         if name in settings and not asked.limits.allows(name, settings[name])
     ]
-    num_blocks = sum(holders(planner.smallest_trace()))
+    num_blocks = most_stages(planner.smallest_trace())
     conflict += broken_rules(planner.cluster, planner.workload, num_blocks, planner.pins)
     if conflict:
         reasons = tuple(dict.fromkeys(conflict))

@@ -19,7 +19,7 @@ from autoplan.search_options import alike, block_option
 from autoplan.settings import Setting
 from autoplan.split_steps import saved_at_most, saved_by_block
 from autoplan.stage_bytes import batch_bytes, side_bytes
-from autoplan.stage_ends import even_stage_ends, holders
+from autoplan.stage_ends import even_stage_ends, holders, joined_calls
 from autoplan.units import TICK_S, to_ticks
 
 if TYPE_CHECKING:
@@ -273,6 +273,7 @@ def _pipeline(
         grain=grain,
         once_grain=once_grain,
         anchors=holders(pricer.trace) if setting.pp > 1 else (),
+        together=joined_calls(pricer.trace) if setting.pp > 1 else (),
     )
 
 

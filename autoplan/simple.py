@@ -13,7 +13,7 @@ from autoplan.limits import Limits
 from autoplan.plan import Recompute, Simpler
 from autoplan.plan_prices import plan_price
 from autoplan.settings import Setting, settings_of
-from autoplan.stage_ends import even_stage_ends, holders
+from autoplan.stage_ends import even_stage_ends, most_stages
 
 if TYPE_CHECKING:
     from autoplan.planner import Planner
@@ -60,8 +60,8 @@ def simple_decisions(
         fastest = min(found, key=lambda plain: _seconds(pricer, setting.tp, plain))
     chosen = []
     for call, decision in zip(pricer.trace.calls, fastest, strict=True):
-        is_glue = pricer.trace.blocks[call.block].is_glue
-        mode = "none" if is_glue or recompute == "none" else "full"
+        is_kept = pricer.trace.blocks[call.block].is_glue or pricer.loses_writes(call.block)
+        mode = "none" if is_kept or recompute == "none" else "full"
         chosen.append(replace(decision, recompute=Recompute(mode=mode)))  # type: ignore[arg-type]
     return chosen
 
@@ -121,7 +121,7 @@ def _best(
     is_offloaded: bool = False,
 ) -> Strategy | None:
     """Return the strategy at the micro-batch size that suits it best, or None where none can be."""
-    num_blocks = sum(holders(planner.smallest_trace()))
+    num_blocks = most_stages(planner.smallest_trace())
     fixed: dict[str, Any] = {
         k: planner.pins[k] for k in ("microbatch_size", "num_microbatches") if k in planner.pins
     }

@@ -46,6 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "answers",
         "opaque",
         "op_facts",
+        "shared_writes",
         "flattener",
         "exporter",
         "matching",
