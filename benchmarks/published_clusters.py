@@ -61,11 +61,12 @@ def gpus_of(row: Mapping[str, str]) -> tuple[str, ...]:
         Skipped: there is no profile.
     """
     gpu = (row.get("gpu") or "").strip()
-    if gpu in PROFILES:
-        return (gpu,)
+    named = [name for name in PROFILES if name.lower() == gpu.lower()]
+    if named:
+        return (named[0],)
     if re.match(r"A100\b", gpu):
         peak = amount(row, "peak_mem_gib") or 0.0
-        gib = number(row, "gpu_mem_gb")
+        gib = amount(row, "gpu_mem_gb")
         sizes = [size for size in (40, 80) if peak <= size and gib in (None, size)]
         if sizes:
             return tuple(f"A100-{size}" for size in sizes)

@@ -100,6 +100,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("block_choice",),
     ("frontiers",),
+    ("decomposed",),
     ("block_work", "call_prices"),
     ("costs",),
     ("stage_bytes",),
