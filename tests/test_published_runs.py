@@ -255,6 +255,15 @@ def test_a_stated_network_takes_the_place_of_the_profiles(
     assert found.cluster.inter.bytes_per_s == wanted
 
 
+def test_pairs_behind_a_switch_have_all_links() -> None:
+    row = {**ROW, "gpus": "8", "gpus_per_node": "8", "dp": "4"}
+    plain, switched = (
+        configurations({**row, "gpu": gpu})[0].cluster.intra.collective_time_s("all_reduce", 2e8, 2)
+        for gpu in ("V100-SXM2-32", "V100-SXM3-32")
+    )
+    assert switched < plain / 2
+
+
 @pytest.mark.parametrize(
     ("sharding", "replicas"),
     [
