@@ -29,6 +29,7 @@ from autoplan.bounds import (
 )
 from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
+from autoplan.conventions import Convention
 from autoplan.costs import Pricer
 from autoplan.deferral import splits
 from autoplan.frontiers import Decision, Frontiers
@@ -55,7 +56,7 @@ from autoplan.settings import (
     check_pins,
     settings_of,
 )
-from autoplan.stage_ends import holders
+from autoplan.stage_ends import most_stages
 from autoplan.tracer import trace
 
 __all__ = ["Planner", "make_planner"]
@@ -113,8 +114,8 @@ class Planner:
     workers: int | None = None
     _elsewhere: set[int] = field(default_factory=set)
     _usable: dict[int, Trace] = field(default_factory=dict)
-    posed: dict[tuple[Setting, bool, bool], Posed] = field(default_factory=dict)
-    least: dict[tuple[Setting, bool], LeastCalls] = field(default_factory=dict)
+    posed: dict[tuple[Setting, Convention, bool], Posed] = field(default_factory=dict)
+    least: dict[tuple[Setting, Convention], LeastCalls] = field(default_factory=dict)
     state_bytes: int | None = None
     strided: list[ParameterTrace] | None = None
 
@@ -257,7 +258,7 @@ class Planner:
             ValueError: the pins or the batch leave none; says which numbers would do.
         """
         trace = self.smallest_trace()
-        num_blocks = sum(holders(trace))
+        num_blocks = most_stages(trace)
         found = list(
             settings_of(
                 self.cluster,
@@ -334,7 +335,8 @@ class Planner:
         self, setting: Setting, solution: PipelineSolution
     ) -> tuple[tuple[int, ...], list[Decision]]:
         """Return stage ends and one decision per call of a solution."""
-        per_call = pipeline_problem(self, setting, bool(solution.variant)).per_call
+        conventions = self.pricer(setting.microbatch_size).conventions(setting.tp)
+        per_call = pipeline_problem(self, setting, conventions[solution.variant]).per_call
         chosen = [
             decisions[option] for decisions, option in zip(per_call, solution.options, strict=True)
         ]

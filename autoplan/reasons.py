@@ -23,7 +23,7 @@ from autoplan.plan import Plan
 from autoplan.schedules import SCHEDULES
 from autoplan.setting_rules import broken_rules
 from autoplan.settings import check_pins
-from autoplan.stage_ends import holders
+from autoplan.stage_ends import most_stages
 from autoplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _solved(
     conflict += broken_rules(
         planner.cluster,
         planner.workload,
-        sum(holders(trace)),
+        most_stages(trace),
         planner.pins,
         can_split=splits(trace),
     )

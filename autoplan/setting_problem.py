@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autoplan.cluster import Cluster
+from autoplan.conventions import WHOLE, Convention
 from autoplan.costs import Pricer
 from autoplan.frontiers import Decision
 from autoplan.graph import Trace
@@ -18,7 +19,7 @@ from autoplan.search_options import alike, block_option
 from autoplan.settings import Setting
 from autoplan.split_steps import saved_at_most, saved_by_block
 from autoplan.stage_bytes import batch_bytes, side_bytes
-from autoplan.stage_ends import even_stage_ends, holders
+from autoplan.stage_ends import even_stage_ends, holders, joined_calls
 from autoplan.units import TICK_S, to_ticks
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ _MOST_EXACT_BLOCKS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingProblem:
-    """What a setting asks of level 2 where activations cross borders of blocks in one way.
+    """What a setting asks of level 2 under one convention.
 
     Attributes:
         problem: with the capacities of the devices.
@@ -57,17 +58,15 @@ class SettingProblem:
 
 
 def pipeline_problem(
-    planner: Planner, setting: Setting, is_sequence_parallel: bool = False
+    planner: Planner, setting: Setting, convention: Convention = WHOLE
 ) -> SettingProblem:
-    """Return the pipeline problem of a setting.
+    """Return the pipeline problem of a setting under a convention.
 
-    With `is_sequence_parallel` activations cross the borders of blocks, and of stages, as slices
-    of tokens, one per tensor-parallel rank.
+    As activations cross the borders of blocks, they cross those of stages.
     """
     pricer = planner.pricer(setting.microbatch_size)
     per_call = [
-        usable_decisions(pricer, call.block, setting, is_sequence_parallel)
-        for call in pricer.trace.calls
+        usable_decisions(pricer, call.block, setting, convention) for call in pricer.trace.calls
     ]
     options = _options(pricer, setting, per_call)
     run = planner.alike_run(setting.microbatch_size)
@@ -78,12 +77,13 @@ def pipeline_problem(
         counts = stage_counts(run, least, setting.pp, v)
         posed, saved = _thinned(run, options, counts)
     fastest = [decisions[0] for decisions in per_call]
-    problem = _pipeline(planner, setting, _runs(pricer.trace, posed), fastest, is_sequence_parallel)
+    is_sliced = convention.is_sequence_parallel
+    problem = _pipeline(planner, setting, _runs(pricer.trace, posed), fastest, is_sliced)
     return SettingProblem(
         problem=replace(
             problem,
             cut_allowed=_cuts(planner, setting, counts),
-            constant=-saved - split_saving(pricer, setting, is_sequence_parallel) * v,
+            constant=-saved - split_saving(pricer, setting, convention) * v,
         ),
         per_call=per_call,
         options=options,
@@ -92,19 +92,19 @@ def pipeline_problem(
 
 
 def usable_decisions(
-    pricer: Pricer, block: int, setting: Setting, is_sequence_parallel: bool
+    pricer: Pricer, block: int, setting: Setting, convention: Convention
 ) -> tuple[Decision, ...]:
     """Return the decisions of a block class that a setting can run, fastest first.
 
     What is recomputed, or comes back from the host, cannot be where backwards are split.
     """
-    found = pricer.decisions(block, setting.tp, is_sequence_parallel=is_sequence_parallel)
+    found = pricer.decisions(block, setting.tp, convention)
     if setting.schedule != "zero_bubble":
         return found
     return tuple(decision for decision in found if decision.recompute.mode == "none")
 
 
-def split_saving(pricer: Pricer, setting: Setting, is_sequence_parallel: bool) -> int:
+def split_saving(pricer: Pricer, setting: Setting, convention: Convention) -> int:
     """Return ticks that a step is shorter at most because backwards are split."""
     if setting.schedule != "zero_bubble":
         return 0
@@ -112,7 +112,7 @@ def split_saving(pricer: Pricer, setting: Setting, is_sequence_parallel: bool) -
     for calls in alike(pricer, setting):
         block = pricer.trace.calls[calls[0]].block
         most = 0.0
-        for decision in usable_decisions(pricer, block, setting, is_sequence_parallel):
+        for decision in usable_decisions(pricer, block, setting, convention):
             price = pricer.price(calls[0], decision, setting)
             later = pricer.deferred_s(pricer.base(block, decision, setting.tp), setting)
             most = max(most, saved_by_block(price.forward_s, price.backward_s - later, later))
@@ -273,6 +273,7 @@ def _pipeline(
         grain=grain,
         once_grain=once_grain,
         anchors=holders(pricer.trace) if setting.pp > 1 else (),
+        together=joined_calls(pricer.trace) if setting.pp > 1 else (),
     )
 
 

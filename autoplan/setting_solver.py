@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from autoplan.bounds import convention_bound, least_bound
+from autoplan.conventions import Convention
 from autoplan.interleaving import dealt, paced
 from autoplan.plan_prices import plan_price
 from autoplan.search.candidates import NOTHING_FITS, Refinement
@@ -32,7 +34,7 @@ _DEALT = 0.005  # by which stages may make a step longer than ranks' shares: wha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Posed:
-    """The problem of a setting for one way in which activations cross borders of blocks.
+    """The problem of a setting under one convention.
 
     Attributes:
         asked: the problem, with the capacities of the devices.
@@ -47,11 +49,11 @@ class Posed:
     known: KnownStages
 
 
-def _posed(planner: Planner, setting: Setting, is_sequence_parallel: bool) -> Posed:
+def _posed(planner: Planner, setting: Setting, convention: Convention) -> Posed:
     """Return the problem of a setting, posed once."""
-    key = (setting, is_sequence_parallel, planner.even_cuts)
+    key = (setting, convention, planner.even_cuts)
     if key not in planner.posed:
-        asked = pipeline_problem(planner, setting, is_sequence_parallel)
+        asked = pipeline_problem(planner, setting, convention)
         calibrated = _calibrated(planner, setting, asked)
         bound = relaxed_bound(replace(asked.problem, capacity=calibrated))
         planner.posed[key] = Posed(
@@ -77,10 +79,11 @@ def solve_setting(
     best: PipelineSolution | None = None
     bounds: list[int] = []
     is_final = True
-    for is_sliced in reversed(pricer.borders(setting.tp)):
-        # Whole activations are simpler, so they win where both are as fast.
+    conventions = pricer.conventions(setting.tp)
+    for variant in reversed(range(len(conventions))):
+        # Simpler conventions come last, so they win where both are as fast.
         below = cutoff if best is None else best.objective + 1
-        solution = _solve_borders(planner, setting, is_sliced, below, time_limit_s)
+        solution = _solve_convention(planner, setting, variant, below, time_limit_s)
         if solution.status != "infeasible":
             bounds.append(solution.bound)
             is_final &= solution.is_final or solution.status == "optimal"
@@ -97,32 +100,28 @@ def solve_setting(
     return replace(best, status=status, bound=bound, is_final=is_final)
 
 
-def _solve_borders(
-    planner: Planner,
-    setting: Setting,
-    is_sequence_parallel: bool,
-    cutoff: int | None,
-    time_limit_s: float,
+def _solve_convention(
+    planner: Planner, setting: Setting, variant: int, cutoff: int | None, time_limit_s: float
 ) -> PipelineSolution:
-    """Return the best cuts and options where activations cross the borders of blocks in one way."""
-    posed = _posed(planner, setting, is_sequence_parallel)
+    """Return the best cuts and options under one of the conventions."""
+    convention = planner.pricer(setting.microbatch_size).conventions(setting.tp)[variant]
+    first = convention_bound(planner, setting, convention)
+    if first.infeasible is not None or (cutoff is not None and first.bound >= cutoff):
+        return _without(cutoff)
+    posed = _posed(planner, setting, convention)
     if posed.bound is None or (cutoff is not None and posed.bound >= cutoff):
         return _without(cutoff)
     for capacity in dict.fromkeys((posed.calibrated, posed.asked.problem.capacity)):
         solution, is_first = _repaired(planner, setting, posed, capacity, cutoff, time_limit_s)
         if solution.options or is_first:
             break
-    return replace(solution, variant=int(is_sequence_parallel))
+    return replace(solution, variant=variant)
 
 
 def relaxation_bound(planner: Planner, setting: Setting) -> Refinement:
     """Return a bound from the best cuts of a relaxation of each stage, or why nothing fits."""
-    borders = planner.pricer(setting.microbatch_size).borders(setting.tp)
-    found = [_posed(planner, setting, is_sliced).bound for is_sliced in borders]
-    bounds = [bound for bound in found if bound is not None]
-    if not bounds:
-        return Refinement(infeasible=NOTHING_FITS)
-    return Refinement(bound=min(bounds))
+    bound = least_bound(planner, setting, lambda own: _posed(planner, setting, own).bound)
+    return Refinement(infeasible=NOTHING_FITS) if bound is None else Refinement(bound=bound)
 
 
 def _repaired(

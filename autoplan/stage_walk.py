@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from autoplan.engines import Engine
 from autoplan.optimizers import Optimizer
-from autoplan.resident import static_bytes, uses_fsdp
+from autoplan.resident import live_bytes, reduced_bytes, static_bytes, uses_fsdp
 from autoplan.settings import Setting
 from autoplan.stage_costs import GroupBytes, StageBackward, StageBlock
 
@@ -78,6 +78,11 @@ class StageWalk:
         self.compute = {k: sum(g.gathered for g in v) for k, v in groups.items()}
         self.grads = {k: sum(g.gathered_grads for g in v) for k, v in groups.items()}
         self.whole = {k: sum(g.trained for g in v) for k, v in groups.items()}
+        self.reduced = {
+            k: sum(reduced_bytes(g, engine, is_mixed=is_mixed) for g in v)
+            for k, v in groups.items()
+        }
+        self.live = live_bytes(engine, setting, self.compute.values())
         self.fixed = self.standing = self.held_after = 0
         self.activations = 0
         self.later: dict[int, int] | None = None  # what a backward to the parameters has less
@@ -117,7 +122,8 @@ class StageWalk:
         """Compare what lives now, and a transient, with the peak so far."""
         gradients = sum(self.gradients.values()) + sum(self.sharded.values()) + self.unmerged
         gradients += self.standing
-        working = sum(self.gathered.values()) + sum(self.buffers.values()) + self.reduce_input
+        gathered = sum(self.gathered.values()) + sum(self.buffers.values())
+        working = max(gathered, self.live) + self.reduce_input
         total = self.activations + gradients + working + transient + self.fixed
         total += self.parameters + self.optimizer
         self.samples[self.at] = max(self.samples.get(self.at, 0), total)
@@ -313,15 +319,17 @@ class StageWalk:
     def _prefetch(self, index: int) -> None:
         before = reversed(range(self.part[0], index))
         earlier = next((i for i in before if i in self.compute), None)
-        if earlier is not None and earlier not in self.gathered and self.setting.dp > 1:
-            self.buffers[earlier] = self.compute[earlier]
-            self.note("prefetching parameters", self._copied_in(earlier))
+        if earlier is None or earlier in self.gathered or self.setting.dp == 1:
+            return
+        if self.live and sum(self.gathered.values()) + self.compute[earlier] > self.live:
+            return
+        self.buffers[earlier] = self.compute[earlier]
+        self.note("prefetching parameters", self._copied_in(earlier))
 
     def _reduce(self, group: int, reshards: bool, retained: int = 0) -> None:
         if reshards:
             self.gathered.pop(group, None)
-        size = self.whole[group] if self.is_mixed else self.grads[group]
-        self.reduce_input = size
+        self.reduce_input = size = self.reduced[group]
         self.note("reducing gradients")
         self.gradients.pop(group, None)
         if group >= len(self.blocks):

@@ -93,15 +93,15 @@ class SequentialFrontiers(Frontiers):
         whole: frozenset[str] = frozenset(),
         recompute: str | None = None,
         is_sequence_parallel: bool = False,
+        slices: Sequence[tuple[str, str]] = (),
         offloads: bool = False,
     ) -> tuple[Decision, ...]:
         """Return the plain decision, and the frontier of recomputation with its placements."""
-        plain = self.plain(block, timer, whole=whole, is_sequence_parallel=is_sequence_parallel)
+        own: dict[str, Any] = {"is_sequence_parallel": is_sequence_parallel, "slices": slices}
+        plain = self.plain(block, timer, whole=whole, **own)
         found = {plain.key: plain}
         if any(op.saved for op in block.ops):
-            model = ChoiceModel(
-                block, timer, whole, region=True, is_sequence_parallel=is_sequence_parallel
-            )
+            model = ChoiceModel(block, timer, whole, region=True, **own)
             points = frontier_cover(
                 _with_axes(model, plain.axes),
                 tolerance=self.tolerance or 0.0,

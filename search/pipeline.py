@@ -172,16 +172,11 @@ def _undominated_options(options: Sequence[BlockOption]) -> tuple[int, ...]:
 
     Of equal options the first stays.
     """
-    numbers = [option_numbers(option) for option in options]
-
-    def loses(index: int, rival: int) -> bool:
-        own, other = numbers[index], numbers[rival]
-        return all(x <= y for x, y in zip(other, own, strict=True)) and (
-            other != own or rival < index
-        )
-
-    every = range(len(numbers))
-    return tuple(i for i in every if not any(loses(i, rival) for rival in every if rival != i))
+    numbers = np.array([option_numbers(option) for option in options], dtype=np.int64)
+    no_worse = (numbers[:, None] <= numbers[None, :]).all(axis=2)  # [rival, own]
+    is_first = np.triu(np.ones(no_worse.shape, dtype=np.bool_), 1)
+    is_beaten = (no_worse & (~no_worse.T | is_first)).any(axis=0)
+    return tuple(np.nonzero(~is_beaten)[0].tolist())
 
 
 def _interval_bounds(problem: PipelineProblem) -> NDArray[np.int64]:

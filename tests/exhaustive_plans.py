@@ -27,9 +27,9 @@ def fastest_of_setting(planner: Planner, setting: Setting) -> float | None:
     calls = pricer.trace.calls
     combinations_of_decisions = [
         decisions
-        for is_sliced in pricer.borders(setting.tp)
+        for convention in pricer.conventions(setting.tp)
         for decisions in product(
-            *(usable_decisions(pricer, call.block, setting, is_sliced) for call in calls)
+            *(usable_decisions(pricer, call.block, setting, convention) for call in calls)
         )
     ]
     best: float | None = None
