@@ -91,13 +91,14 @@ def solve_setting(
             best = solution
         elif best is None:
             without = solution
+    tolerance = _DEALT if setting.virtual_stages > 1 else 0.0
     if best is None:
         status: Status = "unknown" if bounds else "infeasible"
         bound = min(bounds, default=without.bound)
-        return replace(without, status=status, bound=bound, is_final=is_final)
+        return replace(without, status=status, bound=bound, is_final=is_final, tolerance=tolerance)
     bound = min(*bounds, best.objective)
     status = "optimal" if bound == best.objective else "feasible"
-    return replace(best, status=status, bound=bound, is_final=is_final)
+    return replace(best, status=status, bound=bound, is_final=is_final, tolerance=tolerance)
 
 
 def _solve_convention(
@@ -152,10 +153,12 @@ def _repaired(
         if fitting:
             step_time_s, solution = min(fitting, key=lambda one: one[0])
             return _as_priced(planner, setting, posed, solution, step_time_s, cutoff), False
-        # Below what this answer takes by the linear memory, or the same answer would come again.
+        # Below what this answer takes by the linear memory, or the same answer would come again. How
+        # stages are dealt is not in it: where that is the reason, steps get longer.
+        steps = 1 + attempt * (setting.virtual_stages > 1)
         linear = [cost.memory for cost in stage_costs(problem, found.ends, found.options)]
         capacity = tuple(
-            used - -(-over // pricer.memory_unit) if over > 0 else room
+            used - -(-steps * over // pricer.memory_unit) if over > 0 else room
             for room, used, over in zip(problem.capacity, linear, excess, strict=True)
         )
         problem = replace(problem, capacity=capacity)
@@ -242,10 +245,12 @@ def _as_dealt(
 ) -> PipelineSolution:
     """Return a solution with the time that its stages, as they were dealt, really take.
 
-    Its bound stays that of the ranks' shares, unless the two differ by no more than a cover does.
+    Its bound stays that of the ranks' shares, unless the step, or that of the best setting so far,
+    exceeds it by no more than a cover may.
     """
     objective = max(solution.objective, to_ticks(step_time_s))
-    is_proven = solution.status == "optimal" and objective <= solution.bound * (1 + _DEALT)
+    known = objective if cutoff is None else min(objective, cutoff)
+    is_proven = solution.status == "optimal" and known <= solution.bound * (1 + _DEALT)
     if cutoff is not None and objective >= cutoff:
         if is_proven:
             return _without(cutoff)
