@@ -15,8 +15,10 @@ from autoplan.search.candidates import Refinement
 from autoplan.search.problem import Run
 from autoplan.search.together import together_bound
 from autoplan.search_options import alike, block_option, least_option
-from autoplan.setting_problem import borders_s
+from autoplan.setting_problem import borders_s, split_saving, usable_decisions
 from autoplan.settings import Setting
+from autoplan.shared_writes import lost_under
+from autoplan.split_steps import saved_at_most
 from autoplan.units import TICK_S, format_bytes
 
 if TYPE_CHECKING:
@@ -58,9 +60,15 @@ def _bound(setting: Setting, total: float, slowest: float) -> int:
     return int(_step(setting, total, max(slowest, total / setting.pp)) / TICK_S * (1 - 1e-9))
 
 
-def _step(setting: Setting, total: float, slowest: float) -> float:
-    """Return the time of a step of ranks that take `total`, the slowest of them `slowest`."""
+def _step(setting: Setting, total: float, slowest: float, saved: float | None = None) -> float:
+    """Return the time of a step of ranks that take `total`, the slowest of them `slowest`.
+
+    `saved`: at most, because backwards are split; None: not known, and never above the share of
+    `total` (see `split_steps`).
+    """
     others = (total - slowest) / setting.virtual_stages
+    if setting.schedule == "zero_bubble":
+        others -= saved_at_most(total, setting) if saved is None else saved
     return setting.num_microbatches * slowest + others
 
 
@@ -96,7 +104,26 @@ def static_reason(planner: Planner, setting: Setting) -> str | None:
 
 def unrunnable_reason(planner: Planner, setting: Setting) -> str | None:
     """Return why no plan of a setting can be run, whatever it takes, or None."""
-    return layout_reason(planner, setting) or _unlike_reason(planner, setting)
+    return (
+        layout_reason(planner, setting)
+        or _write_reason(planner, setting)
+        or _unlike_reason(planner, setting)
+    )
+
+
+def _write_reason(planner: Planner, setting: Setting) -> str | None:
+    """Return why a write to what enters a block would be lost under a setting, or None.
+
+    Where only recomputation would lose it, its block has no decision that recomputes.
+    """
+    trace = planner.smallest_trace()
+    is_mixed = planner.workload.mixed_precision != "none"
+    for lost, reason in lost_under(
+        trace.lost_writes, {}, pp=setting.pp, zero_stage=setting.zero_stage, is_mixed=is_mixed
+    ):
+        writer = trace.calls[lost.writer].fqn or "the code between blocks"
+        return f"with {reason} {writer} writes to a copy of its input, and {lost.value} misses it"
+    return None
 
 
 def static_need(planner: Planner, setting: Setting) -> int:
@@ -157,6 +184,8 @@ def blocks_bound(planner: Planner, setting: Setting) -> Refinement:
             is_sliced = convention.is_sequence_parallel
             borders = [s / TICK_S for s in _borders_s(planner, setting, is_sliced)]
             even = _even_step(planner, setting, ticks, borders)
+            if setting.schedule == "zero_bubble":
+                even -= saved_at_most(sum(ticks), setting)
             bound = max(bound, int(even * (1 - 1e-9)))
         bounds.append(bound)
     return Refinement(bound=min(bounds))
@@ -214,9 +243,10 @@ def convention_bound(planner: Planner, setting: Setting, convention: Convention)
     if setting.pp > 1:
         borders = [s / TICK_S for s in _borders_s(planner, setting, is_sliced)]
     total, slowest = sum(least.times) + sum(borders), float(max(least.times))
-    step = _step(setting, total, max(slowest, total / setting.pp))
+    saved = split_saving(planner.pricer(setting.microbatch_size), setting, convention)
+    step = _step(setting, total, max(slowest, total / setting.pp), saved)
     if setting.virtual_stages > 1:
-        step = max(step, _even_step(planner, setting, least.times, borders))
+        step = max(step, _even_step(planner, setting, least.times, borders) - saved)
     return Refinement(bound=int(step * (1 - 1e-9)) + -(-least.once // setting.pp))
 
 
@@ -303,10 +333,13 @@ def _together(planner: Planner, setting: Setting, convention: Convention) -> int
         call = calls[0]
         block = pricer.trace.calls[call].block
         options = []
-        for decision in pricer.decisions(block, setting.tp, convention):
-            handed_on = pricer.base(block, decision, setting.tp).memory.held_output_bytes
+        for decision in usable_decisions(pricer, block, setting, convention):
+            work = pricer.base(block, decision, setting.tp)
+            less = work.memory.held_output_bytes
             option = block_option(pricer, call, decision, setting, live[-1])
-            kept = max(0, option.kept - -(-handed_on // unit))
+            if setting.schedule == "zero_bubble":
+                less += work.deferred.nbytes + work.deferred.released_bytes
+            kept = max(0, option.kept - -(-less // unit))
             options.append(replace(option, kept=kept, once=v * option.once))
         runs.append(Run(count=len(calls), options=tuple(options)))
     clusters = [planner.cluster.on_stage(setting, stage) for stage in range(setting.pp)]
@@ -317,7 +350,9 @@ def _together(planner: Planner, setting: Setting, convention: Convention) -> int
         [int(s / TICK_S) for s in _borders_s(planner, setting, convention.is_sequence_parallel)],
         setting.num_microbatches * v,
     )
-    return None if bound is None else bound // v
+    if bound is None:
+        return None
+    return max(0, bound // v - split_saving(pricer, setting, convention))
 
 
 def strided_states(trace: Trace) -> list[ParameterTrace]:

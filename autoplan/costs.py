@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from autoplan.block_choice import legal_options
 from autoplan.block_work import BlockWork, LayoutWork, layout_work, make_work
-from autoplan.call_prices import BlockPrice, call_price
+from autoplan.call_prices import BlockPrice, call_price, overlaps, split_seconds
 from autoplan.cluster import Cluster
 from autoplan.conventions import WHOLE, Convention, StateSlices, shared_slices
 from autoplan.frontiers import Decision, Frontiers
@@ -69,6 +69,7 @@ class Pricer:
     _shared: dict[int, frozenset[str]] | None = None
     options: dict[tuple[object, ...], BlockOption] = field(default_factory=dict)
     _held: list[frozenset[str]] | None = None
+    _num_nodes: int | None = None
     _by_device: dict[str, Pricer] = field(default_factory=dict)
 
     def of(self, trace: Trace) -> Pricer:
@@ -96,7 +97,7 @@ class Pricer:
                 self.trace.blocks[block],
                 self.timer(tp),
                 whole=self.whole_states(block),
-                recompute=self.recompute,
+                recompute=self._recompute_of(block),
                 is_sequence_parallel=convention.is_sequence_parallel,
                 slices=slices,
                 offloads="activations" in self.workload.offload,
@@ -108,6 +109,13 @@ class Pricer:
                     found += (lean,)
             self._decisions[key] = found
         return self._decisions[key]
+
+    def _recompute_of(self, block: int) -> str | None:
+        return "none" if self.loses_writes(block) else self.recompute
+
+    def loses_writes(self, block: int) -> bool:
+        """Return whether somebody would miss what a class writes if it ran again."""
+        return any(self.trace.calls[lost.writer].block == block for lost in self.trace.lost_writes)
 
     def plain_decision(
         self, block: int, tp: int, convention: Convention = WHOLE, *, lean: bool = False
@@ -305,7 +313,33 @@ class Pricer:
         """Return the seconds of a call under a setting."""
         work = self.base(self.trace.calls[call].block, decision, setting.tp)
         group = self.own_group(call, decision, setting)
-        return call_price(work, group, setting, self.workload, self.timer(setting.tp))
+        split_s = sum(self.split_s(work, setting))
+        return call_price(work, group, setting, self.workload, self.timer(setting.tp), split_s)
+
+    def split_s(self, work: BlockWork, setting: Setting) -> tuple[float, float]:
+        """Return seconds of the host for a split of a block's backward: to the inputs, and later.
+
+        Half the nodes of an even stage are taken to lie below the block. The first stage is priced
+        like the others, though all of its backward runs later.
+        """
+        if setting.schedule != "zero_bubble":
+            return 0.0, 0.0
+        if self._num_nodes is None:
+            by_block = [
+                sum(op.needs_grad for op in block.ops) + sum(s.is_trained for s in block.states)
+                for block in self.trace.blocks
+            ]
+            self._num_nodes = sum(by_block[call.block] for call in self.trace.calls)
+        nodes = self._num_nodes / (2 * setting.pp * setting.virtual_stages)
+        return split_seconds(work, nodes, self.cluster)
+
+    def deferred_s(self, work: BlockWork, setting: Setting) -> float:
+        """Return seconds of a block's backward that a split leaves for later, the host's included.
+
+        A host beside the device is taken to be waited for at once.
+        """
+        host_s = 0.0 if overlaps(setting, self.cluster) else self.split_s(work, setting)[1]
+        return work.deferred.backward_s + host_s
 
     def shared_before(self, call: int) -> frozenset[str]:
         """Return the parameters of a call that earlier calls read too."""
@@ -379,6 +413,10 @@ class Pricer:
     def action_s(self, setting: Setting) -> float:
         """Return seconds of the host in a forward or a backward of a pipeline stage, ops apart."""
         return self.timer(setting.tp).host.pipeline_action if setting.pp > 1 else 0.0
+
+    def actions_s(self, setting: Setting) -> float:
+        """Return seconds of the host in all actions of a stage for one micro-batch, ops apart."""
+        return (3 if setting.schedule == "zero_bubble" else 2) * self.action_s(setting)
 
     def sent_s(self, setting: Setting, cut: int, stage: int, is_sliced: bool) -> float:
         """Return the seconds of sending what a stage hands on; the last rank sends to the first."""

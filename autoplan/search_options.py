@@ -46,6 +46,8 @@ def _make_option(
     wrapped = uses_fsdp(setting, pricer.workload.mixed_precision != "none")
     resident = static.parameters + static.optimizer
     grads, kept = static.gradients, memory.kept
+    if setting.schedule == "zero_bubble":  # held until its gradients of parameters are there
+        kept += block.deferred_bytes
     working = max(
         memory.backward_peak - memory.kept,
         block.input_bytes + memory.forward_peak - memory.kept,

@@ -19,6 +19,7 @@ from autoplan.search.pipeline import relaxed_bound, solve_pipeline
 from autoplan.search.problem import PipelineProblem, PipelineSolution, Status
 from autoplan.setting_problem import SettingProblem, even_ends_of, pipeline_problem, stage_clusters
 from autoplan.settings import Setting
+from autoplan.split_cuts import cuts_by_lists
 from autoplan.stage_bytes import rank_memory
 from autoplan.units import to_ticks
 
@@ -150,9 +151,7 @@ def _repaired(
             excess = excess or over
         if fitting:
             step_time_s, solution = min(fitting, key=lambda one: one[0])
-            if setting.virtual_stages > 1:
-                solution = _as_dealt(solution, step_time_s, cutoff)
-            return solution, False
+            return _as_priced(planner, setting, posed, solution, step_time_s, cutoff), False
         # Below what this answer takes by the linear memory, or the same answer would come again.
         linear = [cost.memory for cost in stage_costs(problem, found.ends, found.options)]
         capacity = tuple(
@@ -184,6 +183,58 @@ def _without(cutoff: int | None) -> PipelineSolution:
     return PipelineSolution(
         status="infeasible", ends=(), options=(), objective=0, bound=cutoff or 0
     )
+
+
+def _as_priced(
+    planner: Planner,
+    setting: Setting,
+    posed: Posed,
+    solution: PipelineSolution,
+    step_time_s: float,
+    cutoff: int | None,
+) -> PipelineSolution:
+    """Return a solution with the time that it takes, and a better one where the lists know it."""
+    if setting.virtual_stages == 1 and setting.schedule != "zero_bubble":
+        return solution
+    found = _as_dealt(solution, step_time_s, cutoff)
+    is_decided = all(len(own) == 1 for own in posed.asked.options)
+    if found.status in ("optimal", "infeasible") or not is_decided:
+        return found
+    objective = max(solution.objective, to_ticks(step_time_s))
+    best = replace(solution, objective=objective, bound=objective, status="optimal", is_final=True)
+    if setting.virtual_stages == 1:
+        listed = _by_lists(planner, setting, posed, best, cutoff)
+        if listed is None:
+            return found
+        best = listed
+    # With several stages a rank there is one way to cut, so nothing is left to decide.
+    return best if cutoff is None or best.objective < cutoff else _without(cutoff)
+
+
+def _by_lists(
+    planner: Planner,
+    setting: Setting,
+    posed: Posed,
+    best: PipelineSolution,
+    cutoff: int | None,
+) -> PipelineSolution | None:
+    """Return the fastest of all cuts by the lists, or None if there are too many to look at."""
+    pricer, asked = planner.pricer(setting.microbatch_size), posed.asked
+    limit = best.objective if cutoff is None else min(best.objective, cutoff)
+    problem = replace(asked.problem, capacity=posed.calibrated)
+    listed = cuts_by_lists(planner, setting, asked, problem, limit)
+    if listed is None:
+        return None
+    totals = [cluster.total_bytes for cluster in stage_clusters(planner.cluster, setting)]
+    chosen = [decisions[0] for decisions in asked.per_call]
+    for ticks, ends in listed:
+        if ticks >= limit:
+            break
+        price = plan_price(pricer, setting, ends, chosen)
+        if all(m.peak <= total for m, total in zip(price.memory, totals, strict=True)):
+            objective = min(best.objective, to_ticks(price.step_time_s))
+            return replace(best, ends=ends, objective=objective, bound=objective)
+    return best
 
 
 def _as_dealt(

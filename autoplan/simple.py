@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from autoplan.conventions import Convention
 from autoplan.costs import Pricer
 from autoplan.frontiers import Decision
-from autoplan.limits import LIMITED_KEYS, Limits
+from autoplan.limits import Limits
 from autoplan.plan import Recompute, Simpler
 from autoplan.plan_prices import plan_price
 from autoplan.settings import Setting, settings_of
-from autoplan.stage_ends import even_stage_ends, holders
+from autoplan.stage_ends import even_stage_ends, most_stages
 
 if TYPE_CHECKING:
     from autoplan.planner import Planner
@@ -36,9 +36,8 @@ class Strategy:
         modes = {d.recompute.mode for d in self.decisions}
         wanted = pins.get("recompute")
         is_mode = wanted is None or modes == {wanted}
-        values = {name: getattr(self.setting, name) for name in LIMITED_KEYS}
         is_pinned = all(pins[key] == value for key, value in own.items())
-        return is_mode and is_pinned and limits.allows_all(values)
+        return is_mode and is_pinned and limits.allows_setting(self.setting)
 
 
 def simple_decisions(
@@ -61,8 +60,8 @@ def simple_decisions(
         fastest = min(found, key=lambda plain: _seconds(pricer, setting.tp, plain))
     chosen = []
     for call, decision in zip(pricer.trace.calls, fastest, strict=True):
-        is_glue = pricer.trace.blocks[call.block].is_glue
-        mode = "none" if is_glue or recompute == "none" else "full"
+        is_kept = pricer.trace.blocks[call.block].is_glue or pricer.loses_writes(call.block)
+        mode = "none" if is_kept or recompute == "none" else "full"
         chosen.append(replace(decision, recompute=Recompute(mode=mode)))  # type: ignore[arg-type]
     return chosen
 
@@ -122,7 +121,7 @@ def _best(
     is_offloaded: bool = False,
 ) -> Strategy | None:
     """Return the strategy at the micro-batch size that suits it best, or None where none can be."""
-    num_blocks = sum(holders(planner.smallest_trace()))
+    num_blocks = most_stages(planner.smallest_trace())
     fixed: dict[str, Any] = {
         k: planner.pins[k] for k in ("microbatch_size", "num_microbatches") if k in planner.pins
     }

@@ -14,6 +14,8 @@ V10 keep marks are on ops that may carry one
 V11 categories add up to the peak, and the peak is within the capacity
 V12 the peak is not below an independent sum of static and kept bytes
 V13 every stage of a pipeline has parameters, without which no optimizer can be made on its ranks
+V14 what is written is seen: a state that changes is on one stage, no copy of an input is written to
+    whose other views are read
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from autoplan.graph import BlockTrace, Placement, Trace
 from autoplan.optimizers import Optimizer
 from autoplan.plan import BlockPlan, Plan, Recompute
 from autoplan.schedules import MULTI_STAGE, schedule_actions, unrunnable_split
+from autoplan.shared_writes import lost_under
 from autoplan.stage_ends import holders
 from autoplan.units import format_bytes
 
@@ -55,6 +58,7 @@ def verify_plan(plan: Plan, trace: Trace, cluster: Cluster) -> tuple[Violation, 
         _parameters(plan, trace),
         _stored_alike(plan, trace),
         _marks(plan, trace),
+        _writes(plan, trace),
         _memory(plan, cluster),
     )
     found = [v for check in checks for v in check]
@@ -246,6 +250,31 @@ def _marks(plan: Plan, trace: Trace) -> Iterator[Violation]:
         for name in entry.keep if entry else ():
             if name not in legal:
                 yield Violation(rule="V10", message=f"call {block.call}: {name} may not be kept")
+
+
+def _writes(plan: Plan, trace: Trace) -> Iterator[Violation]:
+    stage_of = {block.call: stage.index for stage in plan.stages for block in stage.blocks}
+    for state in trace.changed:
+        where = sorted({stage_of[call] for call in state.calls if call in stage_of})
+        if len(where) > 1:
+            yield Violation(
+                rule="V14", message=f"the forward changes {state.fqn}, which stages {where} use"
+            )
+    modes = {
+        block.call: plan.recompute[block.recompute].mode
+        for stage in plan.stages
+        for block in stage.blocks
+        if block.recompute in plan.recompute
+    }
+    is_mixed = plan.mixed_precision != "none"
+    for lost, reason in lost_under(
+        trace.lost_writes, modes, pp=plan.mesh.pp, zero_stage=plan.zero_stage, is_mixed=is_mixed
+    ):
+        yield Violation(
+            rule="V14",
+            message=f"with {reason} call {lost.writer} writes to a copy, and {lost.value} does "
+            "not show it",
+        )
 
 
 def _memory(plan: Plan, cluster: Cluster) -> Iterator[Violation]:

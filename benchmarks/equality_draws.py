@@ -50,6 +50,7 @@ from autoplan.program import BlockGraph, Program
 from autoplan.runtime import ParallelModule
 from autoplan.schedules import MULTI_STAGE, unrunnable_split
 from autoplan.sharding import check_axes, layout_parameters, shard_options
+from autoplan.shared_writes import changed_states
 from autoplan.stage_check import are_separate
 from benchmarks.equality_families import FAMILIES, build
 from benchmarks.equality_reference import Result, differences, reference
@@ -240,8 +241,10 @@ def plan_of(draw: Draw) -> Plan:
 def _cuts(program: Program, draw: Draw, chance: random.Random) -> list[int] | None:
     """Return the first calls of all stages but the first, or None where none were found.
 
-    Each stage has a parameter, and no two stages of a rank share one.
+    Each stage has a parameter, no two stages of a rank share one, and a state that the forward
+    changes is on one stage.
     """
+    joined = [state.calls for state in changed_states(program)]
     states = [{program.aliases.get(fqn, fqn) for fqn in call.states} for call in program.calls]
     num_stages = draw.pp * draw.num_chunks
     if num_stages > len(states):
@@ -249,7 +252,8 @@ def _cuts(program: Program, draw: Draw, chance: random.Random) -> list[int] | No
     for _ in range(_TRIES):
         ends = [0, *sorted(chance.sample(range(1, len(states)), num_stages - 1)), len(states)]
         stages = [set().union(*states[a:b]) for a, b in pairwise(ends)]
-        if are_separate(stages, draw.pp):
+        is_split = any(min(calls) < end <= max(calls) for calls in joined for end in ends[1:-1])
+        if not is_split and are_separate(stages, draw.pp):
             return ends[1:-1]
     return None
 
@@ -366,7 +370,8 @@ def _misplaced_chunks(
             sizes = zip(chunk.offsets, chunk.local.shape, strict=True)
             at = tuple(slice(start, start + size) for start, size in sizes)
             held[name][at] = True
-            if not torch.equal(state[name][at], chunk.local):
+            # A parameter without a dimension is stored with one under FSDP.
+            if not torch.equal(state[name].reshape(parameter.shape)[at], chunk.local):
                 problems.append(f"rank {rank} has another {name}{list(at)}")
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(held, ranks if rank == 0 else None)

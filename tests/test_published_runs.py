@@ -12,11 +12,11 @@ import pytest
 
 from autoplan.estimating import Estimate
 from benchmarks import published_runs
+from benchmarks.published_clusters import gpus_of, stated_network
 from benchmarks.published_models import Adapter
 from benchmarks.published_rows import (
     Skipped,
     configurations,
-    gpus_of,
     measured_bytes,
     measured_time_s,
 )
@@ -225,6 +225,47 @@ def test_an_engine_is_told_from_the_framework(change: dict[str, str], engine: st
     dp = "4" if change.get("tp") == "1" else "2"
     found = configurations({**ROW, **change, "dp": dp})
     assert {configuration.options["engine"] for configuration in found} == {engine}
+
+
+@pytest.mark.parametrize(
+    ("notes", "gbit_of_node"),
+    [
+        ("iter_time DERIVED; inter-node 4x100Gb RoCE", 400),
+        ("A100 nodes 400 Gb/s, H100 nodes 800 Gb/s", 400),
+        ("H100 nodes 800 Gb/s, A100 nodes 400 Gb/s", 400),
+        ("; 100 Gb/s EDR InfiniBand shared per node; NVLink", 100),
+        ("section: A100 40GB with 1600 Gbps node-node interconnect (RoCE)", 1600),
+        ("local batch size 2; 400 Gb/s CX-7 per GPU; sampled", 3200),
+        ("22.488 GB usable; tokens 4x100", None),
+    ],
+)
+def test_a_stated_network_takes_the_place_of_the_profiles(
+    notes: str, gbit_of_node: int | None
+) -> None:
+    expected = None if gbit_of_node is None else gbit_of_node * 1e9 / 8 / 8
+    assert stated_network(notes, "A100-SXM4-80", 8) == expected
+    row = {**ROW, "gpus": "16", "gpus_per_node": "8", "dp": "8", "global_batch": "16"}
+    (plain,) = configurations(row)
+    (found,) = configurations({**row, "notes": notes})
+    usual = plain.cluster.inter.bytes_per_s
+    wanted = usual if expected is None else pytest.approx(0.9 * expected)
+    assert found.cluster.inter.bytes_per_s == wanted
+
+
+@pytest.mark.parametrize(
+    ("sharding", "replicas"),
+    [
+        ("optimizer sharded over 4 gpus", 2),
+        ("optimizer sharded over all dp", 1),
+        ("optimizer sharded over 16 gpus", 1),
+        ("HSDP", 4),
+        ("", 1),
+    ],
+)
+def test_a_stated_group_of_shards_gives_the_replicas(sharding: str, replicas: int) -> None:
+    row = {**ROW, "gpus": "16", "gpus_per_node": "2", "dp": "8", "global_batch": "16"}
+    (found,) = configurations({**row, "sharding": sharding})
+    assert found.options["dp_replicate"] == replicas
 
 
 def test_recompute_of_every_second_layer_alternates() -> None:
