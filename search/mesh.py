@@ -113,8 +113,7 @@ class MeshResult:
 class _Entry:
     """What is known of one candidate.
 
-    `is_settled`: it is the best, or proven not to be. `is_exhausted`: more is not to be learned, and
-    the best counts as proven within a `tolerance` of the bound.
+    `is_settled`: it is the best, or proven not to be. `is_exhausted`: more is not to be learned.
     """
 
     candidate: Candidate
@@ -123,7 +122,6 @@ class _Entry:
     num_refined: int = 0
     is_settled: bool = False
     is_exhausted: bool = False
-    tolerance: float = 0.0
     infeasible: str | None = None
     solution: PipelineSolution | None = None
     wall_time_s: float = 0.0
@@ -266,7 +264,7 @@ class _MeshSearch:
                 entry.bound = max(entry.bound, cutoff)
             return
         entry.bound = max(entry.bound, solution.bound)
-        entry.is_exhausted, entry.tolerance = solution.is_final, solution.tolerance
+        entry.is_exhausted = solution.is_final
         if solution.status == "unknown":
             return
         if entry.solution is None or solution.objective < entry.solution.objective:
@@ -291,8 +289,7 @@ class _MeshSearch:
         """Return the answer as far as it is known."""
         for entry in self.entries:
             cutoff = self.cutoff_of(entry)
-            within = 1 + entry.tolerance * entry.is_exhausted
-            if cutoff is not None and entry.bound * within >= cutoff:
+            if cutoff is not None and entry.bound >= cutoff:
                 entry.is_settled = True
         is_proven = all(entry.is_settled or entry is self.best for entry in self.entries)
         if self.best is None:
@@ -347,9 +344,6 @@ class _MeshSearch:
         assert self.objective is not None, "settled without a solution, but not infeasible"
         if entry.solution is not None:
             return "slower", _slower_by(entry.solution.objective, self.objective, "it is")
-        if entry.bound < self.objective:
-            share = 100 * (self.objective - entry.bound) / self.objective
-            return "cut", f"it is {share:.2f} % faster at most, less than what is told apart"
         return "cut", _slower_by(entry.bound, self.objective, "it is at least")
 
 

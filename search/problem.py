@@ -198,7 +198,6 @@ class PipelineSolution:
         objective: ticks; `bound` is proven: no solution is below it.
         variant: which one of the caller's problems it solves, where there are several.
         is_final: more time would neither improve it nor raise the bound.
-        tolerance: share of the bound by which an answer may exceed it and still counts as optimal.
     """
 
     status: Status
@@ -208,4 +207,3 @@ class PipelineSolution:
     bound: int
     variant: int = 0
     is_final: bool = False
-    tolerance: float = 0.0

@@ -147,25 +147,6 @@ def test_an_unproven_best_is_taken_up_again_until_it_is_proven() -> None:
     assert calls == [None, 10]
 
 
-@pytest.mark.parametrize(("tolerance", "status"), [(0.1, "optimal"), (0.05, "feasible")])
-def test_the_best_is_proven_within_the_tolerance_of_what_is_exhausted(
-    tolerance: float, status: Status
-) -> None:
-    exhausted = PipelineSolution(
-        status="unknown",
-        ends=(),
-        options=(),
-        objective=0,
-        bound=92,
-        is_final=True,
-        tolerance=tolerance,
-    )
-    listed = [candidate(0, 90, 100), candidate(1, 80, None, solve=lambda *_: exhausted)]
-    result = search_settings(listed, time_limit_s=20)
-    assert (result.status, result.objective) == (status, 100)
-    assert result.outcomes[1].kind == ("cut" if status == "optimal" else "unexplored")
-
-
 def test_stopping_returns_the_best_with_its_gap() -> None:
     seen: list[Progress] = []
     result = search_settings(
