@@ -270,8 +270,9 @@ class Cluster:
         The axis groups `degree` ranks, `stride` apart, in blocks of `degree * stride` ranks; the
         group that touches most nodes decides. A group inside a node has `intra`. A group over
         several nodes has a link made of both: a send has the `inter` bandwidth of one device, a
-        ring has the ports of all its ranks in a node together, no faster than `intra`, and the
-        latency is the mean over its hops.
+        ring has the ports of all its ranks in a node together, no faster than `intra` and no faster
+        than its share of what rings over whole nodes were measured to reach, and the latency is
+        the mean over its hops.
 
         Args:
             degree: ranks in a group, at least 1.
@@ -354,6 +355,11 @@ def _link_for(cluster: Cluster, degree: int, stride: int) -> LinkProfile:
     if ranks_per_node > 1:
         ring = min(ranks_per_node * inter.bytes_per_s, intra.bytes_per_s)
     origin = inter.origin_by_field["bytes_per_s"]
+    together = inter.node_ring_bytes_per_s(num_crossings)
+    if together is not None and together * ranks_per_node / gpus < ring:
+        # All groups of an axis communicate at once, so each has its share of the ports.
+        ring = together * ranks_per_node / gpus
+        origin = inter.origin_by_field["node_rings"]
     return replace(
         inter,
         name=f"{inter.name}, {ranks_per_node} per node",

@@ -57,6 +57,12 @@ class Engine:
             `reduce_bucket_size`).
         live_elements: parameters of so many elements stay gathered under ZeRO-3 (DeepSpeed,
             `stage3_max_live_parameters` and `stage3_max_reuse_distance`).
+        owns_whole_tensors: under ZeRO-1 a rank steps on whole parameters and broadcasts each one
+            to the ranks that it shares the states with, and gradients are all-reduced over all
+            data-parallel ranks (InternEvo, `HybridZeroOptimizer.broadcast_params`, and
+            `_reduce_and_copy` where gradients are not partitioned).
+        decomposes: gathers and reduce-scatters of sequence parallelism run in pieces beside the
+            products that they feed or follow (`autoplan.decomposed`).
         accumulates_whole: gradients stay whole between micro-batches, and those of frozen weights
             are there too: FSDP1 under `no_sync`, which does not reduce, with flat parameters that
             mix frozen and trained ones (torch, notes of `FullyShardedDataParallel` on freezing).
@@ -82,6 +88,8 @@ class Engine:
     steps_in_backward: bool = False
     bucket_elements: int = 0
     live_elements: int = 0
+    owns_whole_tensors: bool = False
+    decomposes: bool = False
     accumulates_whole: bool = False
 
 
@@ -160,6 +168,7 @@ ENGINES = {
         overlaps_reduction=True,
         regathers_sequence=False,
         copies_reduced=True,
+        owns_whole_tensors=True,
         sends_slices=False,
         loss="torch",
     ),

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from autoplan.block_work import BlockWork
 from autoplan.costs import Pricer
+from autoplan.deferral import stage_backward
 from autoplan.flat_partitions import PipeBuffers, pipe_buffers
 from autoplan.frontiers import Decision
 from autoplan.graph import Trace
@@ -56,7 +57,8 @@ def stage_block(
         is_glue=pricer.trace.blocks[block].is_glue,
         input_bytes=sum(work.local.inputs.values()),
         shared_bytes=0 if values is None else _shared_bytes(pricer.trace, call, work, values),
-        deferred_bytes=work.deferred_bytes,
+        deferred_bytes=work.deferred.nbytes,
+        released_bytes=work.deferred.released_bytes,
     )
 
 
@@ -177,8 +179,10 @@ def part_bytes(
     leaving = crossing[calls[-1]] if stage < len(spans) - 1 else 0
     if decisions[0].is_sequence_parallel:
         entering, leaving = -(-entering // setting.tp), -(-leaving // setting.tp)
+    is_split = setting.schedule == "zero_bubble"
     return PartBytes(
         num_blocks=len(calls),
+        backward=stage_backward(pricer.trace, calls) if is_split else "split",
         side=side_bytes(pricer, calls, decisions, setting.tp),
         entering=entering,
         leaving=leaving,
@@ -201,7 +205,7 @@ def standing_bytes(
     """Return bytes that an engine holds beside a step's tensors, for as long as it trains.
 
     Tensors that stand for weight gradients, one for each shape, what DeepSpeed reduces gradients
-    through and keeps gathered, and gradients that are reduced only once a step.
+    through, and gradients that are reduced only once a step.
     """
     engine = pricer.workload.engine
     nbytes = 0
@@ -209,12 +213,10 @@ def standing_bytes(
         nbytes += _stand_in_bytes(pricer, calls, decisions, setting.tp)
     if setting.zero_stage > 0:
         nbytes += engine.bucket_elements * _COMPUTED_BYTES
-    if setting.zero_stage == 3:
+    if setting.zero_stage == 3 and engine.accumulates_whole:
         held: set[str] = set()
         groups = [pricer.group(c, decisions[c], setting, held) for c in calls]
-        live = engine.live_elements * _COMPUTED_BYTES
-        whole = sum(group.gathered for group in groups)
-        nbytes += min(live, whole) + (whole if engine.accumulates_whole else 0)
+        nbytes += sum(group.gathered for group in groups)
     return nbytes
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from autoplan.cluster import Cluster
 from autoplan.meshes import stride_of
 from autoplan.offload import copy_in_s, copy_out_s
-from autoplan.profiles.link import LinkProfile
+from autoplan.profiles.link import LinkProfile, broadcast_time_s
 from autoplan.resident import uses_fsdp
 from autoplan.settings import Setting, Workload
 from autoplan.stage_costs import GroupBytes
@@ -84,6 +84,8 @@ def data_parallel_times(
         reduce_s = share * link.collective_time_s("all_reduce", size, setting.dp)
         return DataParallelTimes(once_reduce_s=reduce_s)
     link, degree = data_parallel_link(setting, cluster), setting.dp_shard
+    if setting.zero_stage == 1 and workload.engine.owns_whole_tensors:
+        return _whole_tensor_times(group, reduced, setting, cluster)
     gather_s = link.collective_time_s("all_gather", group.gathered, degree)
     reduce_s = link.collective_time_s("reduce_scatter", reduced, degree)
     sum_s = _replicas_s(reduced, setting, cluster)
@@ -100,6 +102,21 @@ def data_parallel_times(
         found,
         gather_s=gather_s + copy_in_s(group, setting, cluster),
         reduce_s=found.reduce_s + copy_out_s(group, setting, cluster),
+    )
+
+
+def _whole_tensor_times(
+    group: GroupBytes, reduced: int, setting: Setting, cluster: Cluster
+) -> DataParallelTimes:
+    """Return the times of ZeRO-1 whose ranks own whole tensors (`Engine.owns_whole_tensors`)."""
+    everywhere = cluster.link_for(setting.dp, stride_of("dp", setting))
+    count = max(1, group.trained_tensors)
+    one_s = broadcast_time_s(
+        group.gathered / count, setting.dp_shard, data_parallel_link(setting, cluster)
+    )
+    return DataParallelTimes(
+        once_gather_s=count * one_s,
+        once_reduce_s=everywhere.collective_time_s("all_reduce", reduced, setting.dp),
     )
 
 
@@ -220,29 +237,22 @@ def transfer_s(
 
 
 def pipeline_step_s(
-    rank_s: Sequence[float],
-    setting: Setting,
-    weights_s: Sequence[float] = (),
-    stage_s: Sequence[float] = (),
+    rank_s: Sequence[float], setting: Setting, stage_s: Sequence[float] = ()
 ) -> float:
-    """Return the seconds of all forwards and backwards of a step.
+    """Return the seconds of all forwards and backwards of a step, none of them split.
 
     m micro-batches at the pace of the slowest rank, and once through the others; with v stages a
-    rank only a v-th of that is waited for (Narayanan et al. 2021, section 2.2). Where the backward
-    is split, weight gradients fill what would be waited for (Qi et al. 2023, section 2.2). All
-    ranks run their first stages at the same time, then their second and so on, so it is the slowest
-    of each that sets the pace.
+    rank only a v-th of that is waited for (Narayanan et al. 2021, section 2.2). All ranks run their
+    first stages at the same time, then their second and so on, so it is the slowest of each that
+    sets the pace. What a split takes off is in `split_steps`.
 
     Args:
         rank_s: per rank, forward and backward of one micro-batch.
         setting: of the pipeline.
-        weights_s: per rank, the weight gradients in it where they are split off.
         stage_s: the same per stage; empty: a rank's stages are alike.
     """
     slowest = max(rank_s)
     others = sum(rank_s) - slowest
-    if weights_s:
-        others -= sum(weights_s) - weights_s[list(rank_s).index(slowest)]
     if stage_s:
         pp = setting.pp
         slowest = sum(max(stage_s[first : first + pp]) for first in range(0, len(stage_s), pp))

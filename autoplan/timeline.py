@@ -88,6 +88,20 @@ class Timeline:
                 busy[interval.part] += interval.end_s - interval.start_s
         return busy
 
+    def on_cores_s(self, num_cores: int, replicas: int = 1) -> float:
+        """Return the seconds of the step where processes share the cores of a machine.
+
+        It is as long as the simulated one, in which every process has a core, but no shorter than
+        what all of them have to do spread over the cores (the work law, Brent 1974): a process that
+        waits for another lends it its core.
+
+        Args:
+            num_cores: that run the processes, each of which computes with one thread.
+            replicas: data- and tensor-parallel ranks of each pipeline rank.
+        """
+        work_s = replicas * sum(sum(self.busy_s(r).values()) for r in range(self.num_ranks))
+        return max(self.step_time_s, work_s / num_cores)
+
     def parts(self, rank: int) -> dict[str, float]:
         """Return the seconds of a rank's step by part; they add up to the step.
 

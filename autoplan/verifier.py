@@ -7,7 +7,8 @@ V4  every block names a layout and a recompute entry of its own class that exist
 V5  the schedule fits stages and micro-batches, and torch can run it with the data parallelism
 V6  axes exist and the tensor-parallel degree divides them
 V7  the plan was made for this program
-V8  every parameter lives in a stage, and in several only if it is shared, on different ranks
+V8  every parameter lives in a stage, and in several only if it is shared, on different ranks; all
+    calls that have it store it alike
 V9  the ZeRO stage is 0 to 3, and 0 without data parallelism
 V10 keep marks are on ops that may carry one
 V11 categories add up to the peak, and the peak is within the capacity
@@ -55,6 +56,7 @@ def verify_plan(plan: Plan, trace: Trace, cluster: Cluster) -> tuple[Violation, 
         _schedule(plan),
         _axes(plan, trace),
         _parameters(plan, trace),
+        _stored_alike(plan, trace),
         _marks(plan, trace),
         _writes(plan, trace),
         _memory(plan, cluster),
@@ -222,6 +224,23 @@ def _parameters(plan: Plan, trace: Trace) -> Iterator[Violation]:
             yield Violation(
                 rule="V8", message=f"{fqn} is in stages {sorted(where)}, two of them on one rank"
             )
+
+
+def _stored_alike(plan: Plan, trace: Trace) -> Iterator[Violation]:
+    canonical = {fqn: group[0] for group in trace.shared for fqn in group}
+    stored: dict[str, dict[str, str]] = {}
+    for block, traced in _blocks(plan, trace):
+        layout = plan.placements.get(block.placements)
+        if layout is None:
+            continue
+        for state, fqn in zip(traced.states, trace.calls[block.call].states, strict=True):
+            if state.fqn in layout.parameters:
+                texts = stored.setdefault(canonical.get(fqn, fqn), {})
+                texts.setdefault(layout.parameters[state.fqn], block.placements)
+    for fqn, texts in stored.items():
+        if len(texts) > 1:
+            ways = " and ".join(f"{text} by {name}" for text, name in texts.items())
+            yield Violation(rule="V8", message=f"{fqn} is one parameter, stored as {ways}")
 
 
 def _marks(plan: Plan, trace: Trace) -> Iterator[Violation]:

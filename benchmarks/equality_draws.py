@@ -55,7 +55,7 @@ from autoplan.stage_check import are_separate
 from benchmarks.equality_families import FAMILIES, build
 from benchmarks.equality_reference import Result, differences, reference
 from benchmarks.worker_pool import WorkerPool
-from tests.layouts import prefer_axes, random_axes, shared_states
+from tests.layouts import agreeing_axes, prefer_axes, random_axes, shared_states
 from tests.plans import hand_plan
 
 __all__ = ["Draw", "draw_all", "plan_of", "run_draws"]
@@ -82,7 +82,10 @@ _MESHES = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """One model, plan and batch; everything that is not a field follows from `seed`."""
+    """One model, plan and batch; everything that is not a field follows from `seed`.
+
+    With `slices_shared` parameters of several calls lie in slices, where all can read the same.
+    """
 
     family: str
     dp: int
@@ -100,6 +103,7 @@ class Draw:
     axis_order: AxisOrder = "tp-dp-pp"
     num_chunks: int = 1
     offload: Literal["none", "optimizer"] = "none"
+    slices_shared: bool = False
 
     @property
     def world_size(self) -> int:
@@ -142,6 +146,7 @@ def draws(draw: st.DrawFn, family: str) -> Draw:
         axis_order=draw(st.sampled_from(AXIS_ORDERS)) if dp > 1 and pp > 1 else AXIS_ORDERS[0],
         num_chunks=num_chunks,
         offload=draw(st.sampled_from(("none", "optimizer"))) if zero_stage == 3 else "none",
+        slices_shared=draw(st.booleans()) if tp > 1 else False,
     )
 
 
@@ -276,15 +281,21 @@ def _mark(draw: Draw, graph: BlockGraph, chance: random.Random) -> Recompute:
 def _layouts(draw: Draw, program: Program) -> dict[str, Layout]:
     layouts = {}
     shards = draw.dp // draw.dp_replicate
-    for graph in program.graphs if draw.layout != "whole" else ():
+    agreeing = agreeing_axes(program, draw.tp, draw.seed) if draw.slices_shared else {}
+    for graph in program.graphs if draw.layout != "whole" or agreeing else ():
         options = shard_options(graph)
-        if draw.layout == "random":
+        if graph.name in agreeing:
+            axes = agreeing[graph.name]
+        elif draw.layout == "whole":
+            continue
+        elif draw.layout == "random":
             axes = random_axes(graph, options, draw.tp, draw.seed)
         else:
             axes = prefer_axes(graph, options, draw.tp)
         check_axes(graph, options, axes, draw.tp)
         stored = layout_parameters(graph, options, axes)
-        stored |= dict.fromkeys(shared_states(program, graph), "R")
+        if not agreeing:
+            stored |= dict.fromkeys(shared_states(program, graph), "R")
         for state in graph.states:
             placed = Placement.parse(stored[state.fqn])
             if draw.zero_stage and not fsdp_can_slice(state.meta.shape, placed, shards):

@@ -1,15 +1,18 @@
 """How near predicted step times and peaks are to executed ones, over all ways to run two models.
 
     python benchmarks/executed_plans.py [--json FILE] [--budget SECONDS] [--only TEXT]
+    python benchmarks/executed_plans.py --again FILE
 
 A small GPT and a small CNN are trained under every plan of a grid on 1, 2 and 4 gloo processes of
 this machine. First the machine is profiled, as `autoplan profile` does. Then every plan is priced,
 executed and measured: steps under a meter of live tensor bytes, then steps without it for the time.
 Several plans are there at once and step in turn, in rounds, and of each the least round counts, so
 that what else the machine has to do hits all alike, and little. Before each timed step all ranks
-run a yardstick, a fixed load that runs during profiling too: a step counts in yardsticks, so that
-more processes than cores cancel out as far as they slow both alike. Even so, give it a quiet
-machine: on a busy one the profile itself is off. Ratios are predicted / measured.
+run a yardstick, a fixed load that runs during profiling too: a step counts in yardsticks, of which
+the least counts too, so that a machine that is slower now than it was then cancels out. Where there
+are more processes than cores, the simulated step is as long as their work on those cores at least
+(`Timeline.on_cores_s`). Even so, give it a quiet machine: on a busy one the profile itself is off.
+Ratios are predicted / measured. `--again` predicts once more for a file that `--json` wrote.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +52,17 @@ from autoplan.units import format_bytes, format_seconds
 from benchmarks.launched_plans import launch_plans, work_through_all
 from examples.gpt import GPT, GPTConfig, batch_like, loss_fn
 
-__all__ = ["CNN", "Case", "Measured", "Row", "cases", "rank_correlation", "rows_of", "summary"]
+__all__ = [
+    "CNN",
+    "Case",
+    "Measured",
+    "Row",
+    "cases",
+    "predicted_again",
+    "rank_correlation",
+    "rows_of",
+    "summary",
+]
 
 ROWS = 8
 METERED_STEPS, ROUNDS = 3, 8
@@ -184,8 +197,9 @@ class Row:
     """A case with predictions and measurements.
 
     Attributes:
-        predicted_s, simulated_s: seconds of a step by the search's formula, and simulated.
-        measured_s: of the slowest rank, as with a core of its own for every process.
+        predicted_s: seconds of a step by the search's formula, with a core for every process.
+        simulated_s: simulated, on the cores that there are.
+        measured_s: of the slowest rank, as fast as the machine was when it was profiled.
         clock_s: as the clock saw it.
         predicted_bytes, measured_bytes: peak of each stage's fullest rank.
     """
@@ -307,6 +321,7 @@ def rows_of(
     plans: Mapping[str, Plan],
     measured: Mapping[str, Sequence[Measured]],
     yardstick_s: float,
+    num_cores: int,
 ) -> list[Row]:
     """Return one row per case; the step is that of the slowest rank."""
     rows = []
@@ -319,7 +334,7 @@ def rows_of(
                 model=case.model,
                 world_size=case.world_size,
                 predicted_s=plan.predicted.step_time_s,
-                simulated_s=plan.timeline().step_time_s,
+                simulated_s=_simulated_s(plan, num_cores),
                 measured_s=max(r.step_yardsticks for r in ranks) * yardstick_s,
                 clock_s=max(rank.step_time_s for rank in ranks),
                 predicted_bytes=plan.predicted.peak_memory_bytes,
@@ -329,6 +344,29 @@ def rows_of(
                 ),
             )
         )
+    return rows
+
+
+def _simulated_s(plan: Plan, num_cores: int) -> float:
+    return plan.timeline().on_cores_s(num_cores, plan.mesh.dp * plan.mesh.tp)
+
+
+def predicted_again(document: Mapping[str, Any]) -> list[Row]:
+    """Return the rows of a kept run with predictions of now, from its profile and its cores."""
+    used = codec.decode(DeviceProfile, document["profile"], "profile")
+    kept = {row.name: row for row in codec.decode(tuple[Row, ...], document["rows"], "rows")}
+    rows = []
+    for case in cases():
+        if case.name in kept:
+            plan = make_plan(case, used)
+            rows.append(
+                replace(
+                    kept[case.name],
+                    predicted_s=plan.predicted.step_time_s,
+                    simulated_s=_simulated_s(plan, document["num_cores"]),
+                    predicted_bytes=plan.predicted.peak_memory_bytes,
+                )
+            )
     return rows
 
 
@@ -429,18 +467,28 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None, help="also write rows and summary")
     parser.add_argument("--budget", type=float, default=20.0, help="seconds of profiling")
     parser.add_argument("--only", default="", help="only plans whose name contains this")
+    parser.add_argument("--again", type=Path, default=None, help="a file written by --json")
     parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
         run_worker(lambda: work_through_all(options.worker, execute))
+    if options.again is not None:
+        print(report(predicted_again(json.loads(options.again.read_text()))))
+        return
     listed = [case for case in cases() if options.only in case.name]
+    num_cores = len(os.sched_getaffinity(0))
     measured, yardstick_s = profile(options.budget)
     plans = {case.name: make_plan(case, measured) for case in listed}
     ranks = launch_plans(__file__, plans, Measured, timeout_s=1800, at_once=AT_ONCE)
-    rows = rows_of(listed, plans, ranks, yardstick_s)
+    rows = rows_of(listed, plans, ranks, yardstick_s, num_cores)
     print(report(rows))
     if options.json is not None:
-        document = {"summary": summary(rows), "rows": [codec.encode(row) for row in rows]}
+        document = {
+            "summary": summary(rows),
+            "num_cores": num_cores,
+            "profile": codec.encode(measured),
+            "rows": [codec.encode(row) for row in rows],
+        }
         options.json.write_text(json.dumps(document, indent=2) + "\n")
 
 

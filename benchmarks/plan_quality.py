@@ -1,4 +1,8 @@
-"""What each dimension of the search is worth: `python benchmarks/plan_quality.py`.
+"""How good plans are: `python benchmarks/plan_quality.py [FILE.csv ...]`.
+
+Files of published measurements: every configuration that their authors tuned beside the plan for
+the same model, cluster and batch, by one simulator (`benchmarks.published_quality`). Then what each
+dimension of the search is worth.
 
 Every model is planned for every cluster by the joint search, and again with one freedom taken away:
 
@@ -38,6 +42,7 @@ from autoplan.report import table
 from autoplan.search.frontier import frontier_cover
 from autoplan.search.problem import ChoiceProblem
 from autoplan.times import Timer
+from benchmarks.published_quality import is_beaten, published_rows, shown
 
 __all__ = ["CLUSTERS", "MODELS", "VARIANTS", "SequentialFrontiers", "ablation_row"]
 
@@ -88,15 +93,15 @@ class SequentialFrontiers(Frontiers):
         whole: frozenset[str] = frozenset(),
         recompute: str | None = None,
         is_sequence_parallel: bool = False,
+        slices: Sequence[tuple[str, str]] = (),
         offloads: bool = False,
     ) -> tuple[Decision, ...]:
         """Return the plain decision, and the frontier of recomputation with its placements."""
-        plain = self.plain(block, timer, whole=whole, is_sequence_parallel=is_sequence_parallel)
+        own: dict[str, Any] = {"is_sequence_parallel": is_sequence_parallel, "slices": slices}
+        plain = self.plain(block, timer, whole=whole, **own)
         found = {plain.key: plain}
         if any(op.saved for op in block.ops):
-            model = ChoiceModel(
-                block, timer, whole, region=True, is_sequence_parallel=is_sequence_parallel
-            )
+            model = ChoiceModel(block, timer, whole, region=True, **own)
             points = frontier_cover(
                 _with_axes(model, plain.axes),
                 tolerance=self.tolerance or 0.0,
@@ -192,12 +197,18 @@ def _shown(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def main() -> None:
-    """Print the table, and leave with 1 where a restricted search beats the joint one."""
+    """Print the tables; leave with 1 where a published or a restricted plan beats the joint one."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "files", type=Path, nargs="*", help="published measurements, to compare with first"
+    )
     parser.add_argument("--model", choices=MODELS, action="append", help="some models only")
     parser.add_argument("--cluster", action="append", help="other clusters")
     parser.add_argument("--json", type=Path, help="write the numbers to this file too")
     arguments = parser.parse_args()
+    published = published_rows(arguments.files)
+    if published:
+        print(shown(published), end="\n\n")
     rows = []
     for name in arguments.model or MODELS:
         loaded = MODELS[name]()
@@ -206,9 +217,10 @@ def main() -> None:
             print("  ".join(_shown(rows[-1])), file=sys.stderr, flush=True)
     print(table([tuple(rows[0]), *map(_shown, rows)]))
     if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        tables = {"published": published, "ablation": rows}
+        arguments.json.write_text(json.dumps(tables, indent=1) + "\n")
     ratios = [row[v] for row in rows for v in VARIANTS if v != "joint"]
-    if min(ratios) < _SLACK:
+    if min(ratios) < _SLACK or any(map(is_beaten, published)):
         sys.exit(1)
 
 

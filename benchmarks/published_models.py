@@ -8,6 +8,7 @@ padding, which llm-foundry takes out and puts back in `flash_attn_fn`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -44,7 +45,8 @@ class Shape:
             two products of an MLP, after gating.
         norm: `layer` or `rms`.
         position: `learned`, `rotary` or `none` (a bias inside the attention kernel).
-        activation: `gelu`, `squared_relu` or `swiglu`.
+        activation: `gelu`, `gelu_new` (its approximation by tanh, operator by operator),
+            `squared_relu` or `swiglu`.
         is_tied: the head shares the embedding.
         has_bias: linear layers have one.
         dropout: on attention and on both residual branches.
@@ -63,7 +65,7 @@ class Shape:
     seq: int
     norm: Literal["layer", "rms"] = "layer"
     position: Literal["learned", "rotary", "none"] = "learned"
-    activation: Literal["gelu", "squared_relu", "swiglu"] = "gelu"
+    activation: Literal["gelu", "gelu_new", "squared_relu", "swiglu"] = "gelu"
     is_tied: bool = True
     has_bias: bool = True
     dropout: bool = False
@@ -135,6 +137,8 @@ def _norm(shape: Shape) -> nn.Module:
 class _Attention(nn.Module):
     """Projections in one product where the framework has them in one (Megatron-LM, MPT)."""
 
+    mask: torch.Tensor
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
@@ -148,6 +152,10 @@ class _Attention(nn.Module):
             self.key = _linear(shape, "key", shape.hidden, kv_width)
             self.value = _linear(shape, "value", shape.hidden, kv_width)
         self.out = _linear(shape, "out", shape.hidden, shape.hidden)
+        if shape.attention == "unfused" and shape.kernels != "megatron":
+            # As the `bias` of `GPT2Attention` in transformers: one a layer.
+            mask = torch.ones(shape.seq, shape.seq, dtype=torch.bool).tril()
+            self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         query, key, value = self._projected(hidden)
@@ -193,10 +201,20 @@ class _Attention(nn.Module):
                 enable_gqa=self.shape.kv_heads != self.shape.heads,
             )
         scores = torch.matmul(query, key.transpose(-1, -2))
-        probs = fused.masked_softmax(scores)
+        if self.shape.kernels == "megatron":
+            probs = fused.masked_softmax(scores)
+        else:
+            scores = torch.where(self.mask, scores / self.width**0.5, float("-inf"))
+            probs = scores.softmax(-1)
         if self.shape.dropout:
             probs = F.dropout(probs, 0.1)
         return torch.matmul(probs, value)
+
+
+def _gelu_new(x: torch.Tensor) -> torch.Tensor:
+    """Return the activation of GPT-2 with an operator for each step (transformers, `gelu_new`)."""
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3))
+    return 0.5 * x * (1 + torch.tanh(inner))
 
 
 class _Mlp(nn.Module):
@@ -216,6 +234,8 @@ class _Mlp(nn.Module):
             wide = F.silu(self.gate(hidden)) * self.up(hidden)
         elif self.shape.activation == "squared_relu":
             wide = F.relu(self.up(hidden)) ** 2
+        elif self.shape.activation == "gelu_new":
+            wide = _gelu_new(self.up(hidden))
         else:
             wide = F.gelu(self.up(hidden))
         return self.down(wide)  # type: ignore[no-any-return]

@@ -26,17 +26,14 @@ from autoplan.report import table
 from benchmarks.published_models import Decoder, batch_of
 from benchmarks.published_rows import Configuration, Skipped, configurations
 
-__all__ = ["compared", "used_by"]
+__all__ = ["compared", "is_beaten", "published_rows", "shown", "used_by"]
 
 _OUTSIDE = ("product_dtype", "is_compiled")
 _MATCH = 1 + 1e-6
 
 
 def used_by(configuration: Configuration) -> str:
-    """Return what a published configuration uses beside its degrees.
-
-    Plans have all of it but slices of an embedding that the head shares, which are priced only.
-    """
+    """Return what a published configuration uses beside its degrees; plans have all of it."""
     options = configuration.options
     found = []
     if options.get("virtual_stages", 1) > 1:
@@ -92,6 +89,16 @@ def compared(configuration: Configuration, label: str) -> dict[str, Any]:
     }
 
 
+def is_beaten(row: Mapping[str, Any]) -> bool:
+    """Return whether the published configuration fits and is faster than the plan."""
+    return bool(row["fits"]) and row["ratio"] > _MATCH
+
+
+def published_rows(files: Sequence[Path], only: str = "") -> list[dict[str, Any]]:
+    """Return the rows of tables of published measurements whose label holds a text."""
+    return [row for path in files for row in _rows(path, only)]
+
+
 def _rows(path: Path, wanted: str) -> list[dict[str, Any]]:
     rows = []
     with path.open(newline="") as file:
@@ -106,7 +113,8 @@ def _rows(path: Path, wanted: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _shown(rows: Sequence[Mapping[str, Any]]) -> str:
+def shown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the rows as a table."""
     cells = [
         tuple(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()) for row in rows
     ]
@@ -120,13 +128,13 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose label holds this text")
     parser.add_argument("--json", type=Path, help="write the numbers to this file too")
     arguments = parser.parse_args()
-    rows = [row for path in arguments.files for row in _rows(path, arguments.only)]
+    rows = published_rows(arguments.files, arguments.only)
     if not rows:
         sys.exit("no row could be compared")
-    print(_shown(rows))
+    print(shown(rows))
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    if any(r["ratio"] > _MATCH and r["fits"] for r in rows):
+    if any(map(is_beaten, rows)):
         sys.exit(1)
 
 

@@ -15,8 +15,7 @@ from typing import Any, Literal
 from autoplan.cluster import Cluster
 from autoplan.graph import BlockTrace
 from autoplan.plan import Recompute
-from autoplan.profiles.catalog import load_profile
-from autoplan.profiles.device import DeviceProfile
+from benchmarks.published_clusters import cluster_of, gpus_of
 from benchmarks.published_engines import COMPILED, Skipped, engine_of, rung_of
 from benchmarks.published_models import Shape
 from benchmarks.published_shapes import amount, family_of, need, number, padded, shape_of
@@ -25,41 +24,11 @@ __all__ = [
     "Configuration",
     "Skipped",
     "configurations",
-    "gpus_of",
     "measured_bytes",
     "measured_time_s",
 ]
 
 GIB = 2**30
-
-PROFILES = {
-    "A100-SXM4-80": "a100_sxm_80gb",
-    "A800-SXM4-80": "a100_sxm_80gb",
-    "A100-80": "a100_sxm_80gb",
-    "A800-80": "a100_sxm_80gb",
-    "A100-SXM4-40": "a100_sxm_40gb",
-    "A100-40": "a100_sxm_40gb",
-    "A100-PCIe-80": "a100_pcie_80gb",
-    "A100-PCIe-40": "a100_pcie_40gb",
-    "H100-SXM5-80": "h100_sxm_80gb",
-    "H100-SXM": "h100_sxm_80gb",
-    "H100-80": "h100_sxm_80gb",
-    "H100-PCIe-80": "h100_pcie",
-    "H100-SXM-96-HBM2e-500W": "h100_sxm_96gb_500w",
-    "H100-SXM-95-HBM2e": "h100_sxm_96gb_500w",
-    "H200-SXM-141": "h200_sxm",
-    "H200-SXM": "h200_sxm",
-    "B200": "b200_sxm",
-    "B200-SXM": "b200_sxm",
-    "V100-SXM2-32": "v100_sxm_32gb",
-    "V100-SXM3-32": "v100_sxm_32gb",
-    "V100-32": "v100_sxm_32gb",
-    "V100-SXM2-16": "v100_sxm_32gb",
-    "L40S": "l40s",
-    "A10-24": "a10",
-    "RTX 4090": "rtx_4090",
-    "RTX 4090-24": "rtx_4090",
-}
 
 _BILLION = 1e9
 
@@ -140,7 +109,7 @@ def configurations(row: Mapping[str, str]) -> list[Configuration]:
     is_other = "oneflow" in (row.get("framework") or "").lower()
     found = []
     for choice in _choices(row, degrees, gpus):
-        cluster = _cluster(row, choice.get("gpu", gpus[0]))
+        cluster = cluster_of(row, choice.get("gpu", gpus[0]))
         options = _options(row, degrees, choice)
         microbatch = need(row, "micro_batch")
         batch = number(row, "global_batch")
@@ -148,6 +117,8 @@ def configurations(row: Mapping[str, str]) -> list[Configuration]:
             accumulated = number(row, "grad_accum") or max(1, degrees["pp"])
             batch = microbatch * degrees["dp"] * accumulated
         options["microbatch_size"] = microbatch
+        if options["zero_stage"] > 0:
+            options["dp_replicate"] = _replicas(row, degrees["dp"], cluster.gpus_per_node)
         fitted = replace(shape, vocab=padded(shape.vocab, row, degrees["tp"]))
         found.append(
             Configuration(
@@ -174,7 +145,6 @@ def _check_priced(row: Mapping[str, str]) -> None:
     reasons = {
         r"\b(adapter|galore|dora)\b": "adapters other than LoRA are not built from a row",
         r"\bqlora\b|\bnf4\b|\bint8\b|8-bit base": "quantized weights are not priced",
-        r"async_tp": "asynchronous tensor parallelism is not priced",
         r"tp-comm-overlap": "tensor-parallel communication beside kernels is not priced",
         r"\bbert|\bt5\b|llava|clip": "only decoders are built from a row",
         r"rowwise": "float8 scaled by rows has no measured speed",
@@ -188,60 +158,6 @@ def _check_priced(row: Mapping[str, str]) -> None:
         raise Skipped("optimizer muon is not priced")
 
 
-def gpus_of(row: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the GPUs that a row may mean, by the names of `PROFILES`.
-
-    An A100 of no stated memory is either, unless the other could not hold what was measured.
-
-    Raises:
-        Skipped: there is no profile.
-    """
-    gpu = (row.get("gpu") or "").strip()
-    if gpu in PROFILES:
-        return (gpu,)
-    if re.match(r"A100\b", gpu):
-        peak = amount(row, "peak_mem_gib") or 0.0
-        gib = number(row, "gpu_mem_gb")
-        sizes = [size for size in (40, 80) if peak <= size and gib in (None, size)]
-        if sizes:
-            return tuple(f"A100-{size}" for size in sizes)
-    if "DGX-2" in gpu:
-        return ("V100-32",)  # sold with that memory only
-    raise Skipped(f"no profile for GPU {gpu or 'that is not given'}")
-
-
-def _cluster(row: Mapping[str, str], gpu: str) -> Cluster:
-    try:
-        device = load_profile(PROFILES[gpu])
-    except ValueError as error:
-        raise Skipped(str(error)) from None
-    device = _with_bfloat16(device)
-    gpus = need(row, "gpus")
-    per_node = min(number(row, "gpus_per_node") or 8, gpus)
-    if gpus % per_node:
-        raise Skipped(f"{gpus} GPUs do not fill nodes of {per_node}")
-    cluster = Cluster.from_device(device, num_nodes=gpus // per_node, gpus_per_node=per_node)
-    if gpu == "V100-SXM2-16":
-        return cluster.with_memory(16 * GIB)
-    return cluster
-
-
-def _with_bfloat16(device: DeviceProfile) -> DeviceProfile:
-    """Return a device that runs bfloat16 as fast as float16, where it has only the latter.
-
-    Models are traced in bfloat16; runs in fp16 move as many bytes.
-    """
-    if "bfloat16" in device.peak_flops_per_s or "float16" not in device.peak_flops_per_s:
-        return device
-    peaks = {**device.peak_flops_per_s, "bfloat16": device.peak_flops_per_s["float16"]}
-    origins, field = device.origin_by_field, "peak_flops_per_s"
-    return replace(
-        device,
-        peak_flops_per_s=peaks,
-        origin_by_field={**origins, f"{field}.bfloat16": origins[f"{field}.float16"]},
-    )
-
-
 def _degrees(row: Mapping[str, str], world: int) -> dict[str, int]:
     tp, pp = number(row, "tp"), number(row, "pp")
     if (tp is None or pp is None) and family_of(row) == "megatron":
@@ -251,6 +167,17 @@ def _degrees(row: Mapping[str, str], world: int) -> dict[str, int]:
     if dp * tp * pp != world:
         raise Skipped(f"dp {dp} * tp {tp} * pp {pp} is not {world} GPUs")
     return {"dp": dp, "tp": tp, "pp": pp}
+
+
+def _replicas(row: Mapping[str, str], dp: int, gpus_per_node: int) -> int:
+    """Return how many replicas there are of what ZeRO shards, where the row says that.
+
+    `HSDP` shards over the GPUs of a node (torch, `ShardingStrategy.HYBRID_SHARD`).
+    """
+    text = row.get("sharding") or ""
+    stated = re.search(r"sharded over (\d+) gpus", text)
+    shards = int(stated.group(1)) if stated else gpus_per_node if "HSDP" in text else dp
+    return dp // shards if 0 < shards < dp and dp % shards == 0 else 1
 
 
 def _choices(

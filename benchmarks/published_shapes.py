@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 from benchmarks.published_engines import Skipped
 from benchmarks.published_models import Adapter, Shape
@@ -47,6 +48,8 @@ def amount(row: Mapping[str, str], key: str) -> float | None:
 def number(row: Mapping[str, str], key: str) -> int | None:
     """Return a whole number of a row, or None where it gives none; raises as `amount`."""
     value = amount(row, key)
+    if value is not None and value != round(value):
+        raise Skipped(f"{key} is {row[key][:40]!r}, not a whole number")
     return None if value is None else round(value)
 
 
@@ -82,6 +85,9 @@ def shape_of(row: Mapping[str, str]) -> Shape:
     args = row.get("args") or ""
     notes = (row.get("notes") or "").lower()
     hidden, heads = need(row, "hidden"), need(row, "heads")
+    kv_heads = number(row, "kv_heads") or heads
+    if hidden % heads or heads % kv_heads:
+        raise Skipped(f"hidden {hidden}, heads {heads} and kv_heads {kv_heads} do not divide")
     is_llama = any(word in row.get("model", "").lower() for word in _LLAMA)
     is_gated = is_llama or row.get("swiglu") == "true" or " swiglu" in args
     is_rotary = is_llama or "position-embedding-type=rope" in args
@@ -89,7 +95,13 @@ def shape_of(row: Mapping[str, str]) -> Shape:
     is_unfused = "unfused" in attention or attention == "local"
     if not attention and family == "megatron" and re.search(r"202[01]", row.get("framework", "")):
         is_unfused = True
-    has_dropout = family == "megatron" and not is_llama and "dropout 0" not in notes
+    is_hf_gpt2 = _is_hf_gpt2(row)
+    # FlashAttention needs an Ampere; what V100s ran before torch had others was operators.
+    is_volta = re.match(r"V100|DGX-2", row.get("gpu") or "") is not None
+    if is_volta and family == "torch" and not attention:
+        is_unfused = True
+    is_older = (family == "megatron" and not is_llama) or is_hf_gpt2
+    has_dropout = is_older and "dropout 0" not in notes
     has_dropout = has_dropout and "hidden-dropout=0.0" not in args
     default_ffn = hidden * 4 if not is_gated else None
     ffn = number(row, "ffn") or default_ffn
@@ -102,13 +114,13 @@ def shape_of(row: Mapping[str, str]) -> Shape:
         layers=need(row, "layers"),
         hidden=hidden,
         heads=heads,
-        kv_heads=number(row, "kv_heads") or heads,
+        kv_heads=kv_heads,
         ffn=ffn,
         vocab=_vocabulary(row),
         seq=_length(row),
         norm="rms" if is_llama or "normalization=RMSNorm" in args else "layer",
         position="rotary" if is_rotary else "learned",
-        activation=("swiglu" if is_gated else "squared_relu" if "squared-relu" in args else "gelu"),
+        activation="swiglu" if is_gated else _activation(row, args),
         is_tied=is_tied,
         has_bias=not is_llama and "disable-bias-linear" not in args,
         dropout=has_dropout,
@@ -118,6 +130,19 @@ def shape_of(row: Mapping[str, str]) -> Shape:
         kernels=family,  # type: ignore[arg-type]
         adapter=_adapter(row),
     )
+
+
+def _activation(row: Mapping[str, str], args: str) -> Literal["gelu", "gelu_new", "squared_relu"]:
+    """Return the activation of an MLP without a gate."""
+    if "squared-relu" in args:
+        return "squared_relu"
+    return "gelu_new" if _is_hf_gpt2(row) else "gelu"
+
+
+def _is_hf_gpt2(row: Mapping[str, str]) -> bool:
+    """Return whether transformers' GPT-2 was trained: dropout of 0.1 and its own activation."""
+    is_hf = (row.get("framework") or "").startswith("HF")
+    return is_hf and re.match(r"gpt-?2", (row.get("model") or "").lower()) is not None
 
 
 def _length(row: Mapping[str, str]) -> int:

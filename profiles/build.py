@@ -187,14 +187,19 @@ def _intra_link(source: DeviceSource, measurements: Measurements) -> LinkProfile
     setup_note = "a constant of that tool for every GPU, taken as the fixed cost of a call"
     curves: tuple[CollectiveTable, ...] = ()
     if source.curve:
-        curves = (measurements.sweep(source.curve, "all_reduce", 8),)
-        collect.origins["nccl"] = measurements.sweep_origin(source.curve, "all_reduce", 8)
-        floor_s = min(time_s for _, time_s in curves[0].rows)
-        latency_s = (floor_s - setup_s) / (2 * (8 - 1))
+        curves = tuple(
+            measurements.sweep(source.curve, "all_reduce", degree)
+            for degree in source.curve_degrees
+        )
+        collect.origins["nccl"] = measurements.sweep_origin(source.curve, source.curve_degrees)
+        largest = curves[-1]
+        floor_s = min(time_s for _, time_s in largest.rows)
+        steps = 2 * (largest.degree - 1)
+        latency_s = (floor_s - setup_s) / steps
         latency_origin = Origin(
             kind="published",
-            text=f"({floor_s * 1e6:.2f} us smallest all_reduce on 8 GPUs - {setup.value:g} us) / 14"
-            f" ring steps; {collect.origins['nccl'].text}",
+            text=f"({floor_s * 1e6:.2f} us smallest all_reduce on {largest.degree} GPUs - "
+            f"{setup.value:g} us) / {steps} ring steps; {collect.origins['nccl'].text}",
         )
     else:
         latency_s = 5 * US
@@ -243,16 +248,22 @@ def _inter_link(source: DeviceSource, measurements: Measurements) -> LinkProfile
         kind="published",
         text=f"({floor_s * 1e6:.2f} us all_reduce of {sweep.rows[0][0]} bytes on 4 nodes of 8 - "
         f"{setup.value:g} us) / (2 log2 4) tree steps; GPU and network not stated; "
-        f"{measurements.sweep_origin('mleng_4node', 'all_reduce', 32).text}",
+        f"{measurements.sweep_origin('mleng_4node', (32,)).text}",
     )
     bytes_per_s, origin = _network(source, measurements)
     curves = _inter_curves(source, measurements, collect)
+    rings = [measurements.node_ring(name) for name in source.node_rings]
+    if rings:
+        text = "; ".join(found.text for _, found in rings)
+        collect.origins["rings"] = Origin(kind="published", text=text, device=rings[0][1].device)
+        collect.origin_by_field["node_rings"] = "rings"
     return LinkProfile(
         name=f"{source.name} inter-node",
         level="inter",
         latency_s=collect.take("latency_s", latency_s, "latency", latency_origin),
         setup_s=collect.take("setup_s", setup.value * US, "setup", setup.origin()),
         bytes_per_s=collect.take("bytes_per_s", bytes_per_s, "network", origin),
+        node_rings=tuple(row for row, _ in rings),
         curves=curves,
         origins=collect.origins,
         origin_by_field=collect.origin_by_field,
@@ -264,7 +275,7 @@ def _inter_curves(
 ) -> tuple[CollectiveTable, ...]:
     """Return what was measured by size between nodes of this GPU; mostly nothing was."""
     if source.name.startswith("b200"):
-        collect.origins["nccl"] = measurements.sweep_origin("mleng_b200", "all_reduce", 32)
+        collect.origins["nccl"] = measurements.sweep_origin("mleng_b200", (32,))
         sweep = measurements.sweep("mleng_b200", "all_reduce", 32)
         return (replace(sweep, ranks_per_node=8),)
     if source.name.startswith("v100"):
@@ -292,7 +303,7 @@ def _network(source: DeviceSource, measurements: Measurements) -> tuple[float, O
     if source.name.startswith("b200"):
         last = measurements.sweep("mleng_b200", "all_reduce", 32).rows[-1]
         bus = 2 * 31 / 32 * last[0] / last[1] / 8
-        found = measurements.sweep_origin("mleng_b200", "all_reduce", 32)
+        found = measurements.sweep_origin("mleng_b200", (32,))
         text = f"1/8 of the bus bandwidth at {last[0]} bytes on 4 nodes of 8 B200; {found.text}"
         return bus, Origin(kind="published", text=text, device=found.device)
     if source.name.startswith("v100"):

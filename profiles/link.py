@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal, get_args
 
+import numpy as np
+
 from autoplan.errors import ProfileError
 from autoplan.profiles.origin import (
     SCHEMA_VERSION,
@@ -28,6 +30,7 @@ __all__ = [
     "all_gather_time_s",
     "all_reduce_time_s",
     "all_to_all_time_s",
+    "broadcast_time_s",
     "reduce_scatter_time_s",
     "send_time_s",
 ]
@@ -53,6 +56,9 @@ class LinkProfile:
         ranks_per_node: of a group over several nodes, how many of its ranks are in each.
         ring_limit_bytes_per_s: what no ring over nodes exceeds, however many ports it has: the
             bandwidth inside a node; None: nothing.
+        node_rings: measured bus bandwidths of rings that all devices of so many nodes take part in,
+            rows of (nodes, bytes_per_s): ports of a node are not as fast together as one by
+            itself, and slower in larger clusters. Empty: they add up.
         interference: by how much kernels and collectives of this link that run at once slow each
             other; None: not measured.
         curves: measured times; they win over the equations for their collective and group size.
@@ -70,6 +76,7 @@ class LinkProfile:
     tree_latency_s: float | None = None
     ranks_per_node: int = 1
     ring_limit_bytes_per_s: float | None = None
+    node_rings: tuple[tuple[int, float], ...] = ()
     interference: float | None = None
     curves: tuple[CollectiveTable, ...] = ()
     origins: Mapping[str, Origin] = field(default_factory=dict)
@@ -90,6 +97,10 @@ class LinkProfile:
         fields = ["latency_s", "bytes_per_s", "setup_s"]
         fields += ["ring_bytes_per_s"] if self.ring_bytes_per_s is not None else []
         fields += ["interference"] if self.interference is not None else []
+        fields += ["node_rings"] if self.node_rings else []
+        for row in self.node_rings:
+            for value in row:
+                check_positive("node_rings", value)
         check_origins(
             self.origins, self.origin_by_field, fields, (curve.origin for curve in self.curves)
         )
@@ -125,6 +136,18 @@ class LinkProfile:
         """Bandwidth that a ring over this link reaches per rank, bytes per second."""
         return self.ring_bytes_per_s or self.bytes_per_s
 
+    def node_ring_bytes_per_s(self, num_nodes: int) -> float | None:
+        """Return the bus bandwidth of a ring that all devices of so many nodes take part in.
+
+        Between measured numbers of nodes it is a power of them, outside it stays as it is at the
+        nearest one; None: nothing was measured.
+        """
+        if not self.node_rings:
+            return None
+        nodes, rates = zip(*sorted(self.node_rings), strict=True)
+        rate = np.interp(math.log(num_nodes), np.log(nodes), np.log(rates))
+        return math.exp(float(rate))
+
     def collective_time_s(self, collective: Collective, nbytes: float, degree: int) -> float:
         """Return the seconds of one collective.
 
@@ -156,7 +179,8 @@ class LinkProfile:
     def scaled(self, *, bandwidth: float = 1.0) -> LinkProfile:
         """Return the same link with `bandwidth` times its bytes per second (for what-if and laws).
 
-        Curves are divided by the factor; a faster one stops at the setup time.
+        Curves are divided by the factor; a faster one stops at the setup time. Rings over nodes
+        are as much faster.
         """
         check_positive("bandwidth", bandwidth)
         curves = tuple(
@@ -176,6 +200,7 @@ class LinkProfile:
             self,
             bytes_per_s=self.bytes_per_s * bandwidth,
             ring_bytes_per_s=None if ring is None else ring * bandwidth,
+            node_rings=tuple((nodes, rate * bandwidth) for nodes, rate in self.node_rings),
             curves=curves,
         )
 
@@ -223,6 +248,17 @@ def all_to_all_time_s(nbytes: float, degree: int, link: LinkProfile) -> float:
     """
     step_s = link.latency_s + nbytes / degree / link.bytes_per_s
     return link.setup_s + (degree - 1) * step_s
+
+
+def broadcast_time_s(nbytes: float, degree: int, link: LinkProfile) -> float:
+    """Return the seconds in which one rank sends `nbytes` to all others of its group.
+
+    A chain along the ring: (d - 1) latency + nbytes / bandwidth, as pieces follow each other
+    (Chan et al. 2007, Collective communication: theory, practice, and experience, section 4).
+    """
+    if degree == 1 or nbytes == 0:
+        return 0.0
+    return link.setup_s + (degree - 1) * link.latency_s + nbytes / link.bus_bytes_per_s
 
 
 def send_time_s(nbytes: float, degree: int, link: LinkProfile) -> float:

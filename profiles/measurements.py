@@ -16,6 +16,8 @@ __all__ = ["Fact", "Measurements"]
 
 Row = dict[str, str]
 
+_LONG_SWEEP, _NEXT_SIZE = 60, 1.4  # rows of a sweep, and the least ratio of sizes in a longer one
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
@@ -102,22 +104,43 @@ class Measurements:
     def sweep(self, source_id: str, collective: Collective, gpus: int) -> CollectiveTable:
         """Return the size sweep of one source; rows marked as outliers are left out.
 
+        Of a long sweep the sizes a factor of 1.4 apart count, and a size of none is one byte.
+
         Raises:
             ProfileError: if there is none.
         """
-        rows = self._sweep_rows(source_id, collective, gpus)
-        return CollectiveTable(
-            collective=collective,
-            degree=gpus,
-            origin="nccl",
-            rows=tuple((int(row["size_bytes"]), _seconds(row["time_us"])) for row in rows),
-        )
+        found = self._sweep_rows(source_id, collective, gpus)
+        ratio = _NEXT_SIZE if len(found) > _LONG_SWEEP else 0.0
+        rows: list[tuple[int, float]] = []
+        for row in found:
+            nbytes = max(1, int(row["size_bytes"]))
+            if not rows or nbytes >= ratio * rows[-1][0]:
+                rows.append((nbytes, _seconds(row["time_us"])))
+        return CollectiveTable(collective=collective, degree=gpus, origin="nccl", rows=tuple(rows))
 
-    def sweep_origin(self, source_id: str, collective: Collective, gpus: int) -> Origin:
-        """Return the origin of a sweep."""
-        row = self._sweep_rows(source_id, collective, gpus)[0]
-        text = f"nccl-tests size sweep on {gpus} GPUs, {row['interconnect']}; {row['source']}"
+    def sweep_origin(self, source_id: str, gpus: Sequence[int]) -> Origin:
+        """Return the origin of all_reduce sweeps over so many GPUs."""
+        row = self._sweep_rows(source_id, "all_reduce", gpus[0])[0]
+        sizes = ", ".join(map(str, gpus))
+        tool = "Aceso's profiler" if source_id.startswith("aceso") else "nccl-tests"
+        text = f"{tool} size sweep on {sizes} GPUs, {row['interconnect']}; {row['source']}"
         return Origin(kind="published", text=text, device=row["gpu"])
+
+    def node_ring(self, source_id: str) -> tuple[tuple[int, float], Origin]:
+        """Return nodes and bus bytes per second of an all_reduce over all their GPUs, and origin.
+
+        Raises:
+            ProfileError: if there is none.
+        """
+        row = next((r for r in self.collectives if r["source_id"] == source_id), None)
+        if row is None or int(row["nodes"]) < 2:
+            raise ProfileError(f"collectives.csv has no all_reduce over nodes of {source_id}")
+        text = (
+            f"all_reduce over {row['nodes']} nodes, {row['gpus']} GPUs, {row['interconnect']}, "
+            f"{row['notes'].split(',')[0]}; {row['source']}"
+        )
+        origin = Origin(kind="published", text=text, device=row["gpu"])
+        return (int(row["nodes"]), float(row["busbw_gb_s"]) * 1e9), origin
 
     def sends(self, source_id: str, gpu: str, op: str) -> tuple[CollectiveTable, Origin]:
         """Return messages by size, of which a source printed the bandwidth, and their origin."""

@@ -24,7 +24,9 @@ class DeviceSource:
             (the sdp rows of gemm_efficiency.csv).
         attention_donor: gpu in that file.
         memory_fraction: device whose large memory-bound kernels give the fraction of peak.
-        curve: source_id in collectives.csv of the 8-GPU all_reduce sweep; empty: none.
+        curve: source_id in collectives.csv of the all_reduce sweeps in a node; empty: none.
+        curve_degrees: over how many GPUs.
+        node_rings: source_ids in collectives.csv of all_reduces over all GPUs of several nodes.
         watts: power limit; None: the tdp of the family.
         memory_gib: of memory that is free of context; None: from the label of the family.
         older_attention: other implementations in attention_kernels.csv, by the name they get.
@@ -38,6 +40,8 @@ class DeviceSource:
     attention_donor: str
     memory_fraction: str
     curve: str = ""
+    curve_degrees: tuple[int, ...] = (8,)
+    node_rings: tuple[str, ...] = ()
     watts: float | None = None
     memory_gib: float | None = None
     older_attention: tuple[tuple[str, str], ...] = (("flash1", "FA1"),)
@@ -105,6 +109,9 @@ SOURCES = (
         attention="standard",
         attention_donor="A100-SXM4-80",
         memory_fraction="H100-SXM",
+        curve="aceso_prim",
+        curve_degrees=(2, 4, 8),
+        node_rings=("bs_v100_4n", "bs_v100_16n"),
     ),
     DeviceSource(
         name="a100_pcie_80gb",

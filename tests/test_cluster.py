@@ -96,6 +96,24 @@ def test_ring_over_nodes_is_no_faster_than_the_link_inside_them() -> None:
     assert slow.link_for(2, 8).bus_bytes_per_s == slow.inter.bytes_per_s
 
 
+def test_groups_over_nodes_share_what_rings_over_whole_nodes_reach() -> None:
+    cluster = Cluster.parse("4x4:a100")
+    rings = replace(
+        cluster.inter,
+        node_rings=((4, 8e9),),
+        origin_by_field={**cluster.inter.origin_by_field, "node_rings": "network"},
+    )
+    measured = replace(cluster, inter=rings)
+    assert measured.link_for(16, 1).bus_bytes_per_s == pytest.approx(8e9)
+    assert measured.link_for(8, 2).bus_bytes_per_s == pytest.approx(4e9)
+    assert measured.link_for(4, 4).bus_bytes_per_s == pytest.approx(2e9)
+    fast = replace(rings, node_rings=((4, 1e15),))
+    assert (
+        replace(cluster, inter=fast).link_for(16, 1).bus_bytes_per_s
+        == cluster.link_for(16, 1).bus_bytes_per_s
+    )
+
+
 def test_axis_larger_than_the_cluster_is_refused() -> None:
     with pytest.raises(ValueError, match="need 16 ranks, the cluster 1x8:a100_sxm_80gb has 8"):
         Cluster.parse("8:a100").link_for(16)

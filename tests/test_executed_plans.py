@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoplan import codec
 from autoplan.profiles import load_profile
 from benchmarks.executed_plans import (
     Case,
@@ -15,6 +18,7 @@ from benchmarks.executed_plans import (
     cases,
     execute,
     make_plan,
+    predicted_again,
     rank_correlation,
     report,
     rows_of,
@@ -68,7 +72,8 @@ def _execute(rank: int, text: str) -> Measured:
 def test_an_executed_plan_gives_its_row() -> None:
     plan = make_plan(CASE, load_profile("cpu"))
     ranks = run_workers(_execute, 2, plan.to_json())
-    (row,) = rows_of([CASE], {CASE.name: plan}, {CASE.name: ranks}, 0.5)
+    (row,) = rows_of([CASE], {CASE.name: plan}, {CASE.name: ranks}, 0.5, 2)
+    assert row.simulated_s == plan.timeline().on_cores_s(2)
     assert row.clock_s == max(r.step_time_s for r in ranks) > 0
     assert row.measured_s == max(r.step_yardsticks for r in ranks) * 0.5
     for predicted, measured in zip(row.predicted_bytes, row.measured_bytes, strict=True):
@@ -78,3 +83,17 @@ def test_an_executed_plan_gives_its_row() -> None:
     assert numbers["time_rank_correlation"] is None
     assert numbers["memory_worst_under"] <= 0
     assert CASE.name in report([row])
+
+
+def test_a_kept_run_is_predicted_again_from_its_profile() -> None:
+    used = load_profile("cpu")
+    plan = make_plan(CASE, used)
+    peaks = plan.predicted.peak_memory_bytes
+    measured = [Measured(step_time_s=1.0, step_yardsticks=1.0, peak_bytes=b) for b in peaks]
+    rows = rows_of([CASE], {CASE.name: plan}, {CASE.name: measured}, 0.5, 1)
+    document = {
+        "num_cores": 1,
+        "profile": codec.encode(used),
+        "rows": [codec.encode(replace(rows[0], predicted_s=0.0, simulated_s=0.0))],
+    }
+    assert predicted_again(json.loads(json.dumps(document))) == rows

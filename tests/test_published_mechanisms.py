@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autoplan.cluster import Cluster
+from autoplan.decomposed import beside_products, left_s
 from autoplan.engines import ENGINES, MEGATRON, engine_named
 from autoplan.fusion import fused_kernels
 from autoplan.graph import BlockTrace, Trace
@@ -16,11 +18,18 @@ from autoplan.local import localize
 from autoplan.nodes import NODES
 from autoplan.optimizers import Optimizer
 from autoplan.plan import Recompute
+from autoplan.profiles.link import broadcast_time_s
 from autoplan.resident import static_bytes
-from autoplan.settings import Setting
+from autoplan.settings import Setting, Workload
 from autoplan.stage_costs import GroupBytes
-from autoplan.step_costs import INTERFERENCE, exposed_s, pipeline_step_s
+from autoplan.step_costs import (
+    INTERFERENCE,
+    data_parallel_times,
+    exposed_s,
+    pipeline_step_s,
+)
 from autoplan.tensor_layout import megatron_axes
+from autoplan.times import OpTime
 from autoplan.tracer import trace
 from benchmarks.published_models import Decoder, Shape, batch_of
 
@@ -158,6 +167,52 @@ def test_joint_kernels_never_move_more_than_their_parts(gpt: Trace) -> None:
     assert any(len(kernel.ops) > 1 for kernel in joint)
     for kernel in joint:
         assert kernel.forward_bytes <= sum(apart[name] for name in kernel.ops)
+
+
+def test_whole_tensors_are_broadcast_to_those_that_share_states_and_reduced_over_all() -> None:
+    group = GroupBytes(
+        stored=2**28, trained=2**28, gathered=2**27, gathered_grads=2**27, trained_tensors=8
+    )
+    workload = Workload(
+        global_batch_size=64,
+        optimizer=Optimizer.named("AdamW", is_foreach=False),
+        mixed_precision="bfloat16",
+        engine=ENGINES["internevo"],
+    )
+    cluster = Cluster.parse("8x8:a100")
+    setting = Setting(
+        dp=64, tp=1, pp=1, zero_stage=1, microbatch_size=1, num_microbatches=1, schedule="1f1b"
+    )
+    wide = data_parallel_times(group, setting, workload, cluster)
+    narrow = data_parallel_times(group, replace(setting, dp_replicate=8), workload, cluster)
+    link = cluster.link_for(64, 1)
+    assert wide.once_gather_s == pytest.approx(8 * broadcast_time_s(2**24, 64, link))
+    assert narrow.once_gather_s == pytest.approx(8 * broadcast_time_s(2**24, 8, cluster.intra))
+    assert wide.once_reduce_s == narrow.once_reduce_s
+    assert wide.once_reduce_s == link.collective_time_s("all_reduce", 2**27, 64)
+
+
+def test_a_collective_in_pieces_leaves_one_of_them_exposed(gpt: Trace) -> None:
+    assert left_s(1.0, 4.0, 4, 1.0) == pytest.approx(0.25)
+    assert left_s(4.0, 1.0, 4, 1.0) == pytest.approx(3.25)
+    assert left_s(1.0, 4.0, 4, 1.2) == pytest.approx(0.25 + 0.2 * 0.75)
+    assert left_s(0.0, 1.0, 4, 1.2) == 0.0
+    block = block_of(gpt)
+    axes = megatron_axes(block, DEGREE, is_sequence_parallel=True)
+    local = localize(block, axes, DEGREE, is_sequence_parallel=True)
+    times = {
+        op.name: OpTime(forward_s=0.0, backward_s=0.0, forward_comm_s=1.0, backward_comm_s=1.0)
+        if op.op is None
+        else OpTime(forward_s=8.0, backward_s=16.0)
+        for op in local.ops
+    }
+    found = beside_products(local, times, DEGREE, 1.0)
+    changed = {name: time for name, time in found.items() if time != times[name]}
+    # Before both projections, after both others.
+    assert len(changed) == 4
+    for time in changed.values():
+        assert time.forward_comm_s == time.backward_comm_s == pytest.approx(0.25)
+        assert time.forward_s == time.backward_s == 0.0
 
 
 @pytest.mark.parametrize("name", NODES)

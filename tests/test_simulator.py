@@ -136,6 +136,15 @@ def test_a_stream_does_one_thing_at_a_time_and_parts_add_up_to_the_step(case: An
             assert parts[name] == pytest.approx(busy[name])
 
 
+def test_processes_that_share_cores_take_as_long_as_their_work() -> None:
+    # 4 stages of 3 s, 4 micro-batches: 12 s of work each, 9 s of waiting.
+    found = simulated(uniform_costs(4, SECONDS), "1f1b", 4, 4)
+    assert found.on_cores_s(4) == found.on_cores_s(64) == found.step_time_s == 21.0
+    assert found.on_cores_s(2) == 24.0
+    assert found.on_cores_s(4, replicas=2) == 24.0
+    assert found.on_cores_s(8, replicas=2) == 21.0
+
+
 @given(pipelines())
 @settings(max_examples=40, derandomize=True, deadline=None)
 def test_nothing_exposed_is_what_communication_for_free_leaves(case: Any) -> None:

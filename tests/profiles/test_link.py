@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from autoplan import codec
 from autoplan.errors import ProfileError
 from autoplan.profiles import LinkProfile, load_profile
+from autoplan.profiles.link import broadcast_time_s
 from autoplan.profiles.tables import COLLECTIVES, Collective
 from tests.strategies import link_profiles
 
@@ -64,6 +67,8 @@ def test_equations_give_their_textbook_values() -> None:
     assert times["all_reduce"] == pytest.approx(2 * times["all_gather"])
     assert times["all_to_all"] == pytest.approx(3 * (1e-6 + 1.0))
     assert times["send"] == pytest.approx(1e-6 + 4.0)
+    assert broadcast_time_s(large, 4, link) == pytest.approx(3e-6 + 4.0)
+    assert broadcast_time_s(large, 1, link) == broadcast_time_s(0, 4, link) == 0.0
     small = link.collective_time_s("all_reduce", 1, 1024)
     assert small < 2 * 1023 * 1e-6  # the tree wins where latency counts
 
@@ -77,6 +82,20 @@ def test_curve_is_read_exactly_for_its_group_and_carried_to_others() -> None:
     assert 0.8 * time_s < four < time_s
     half = link.collective_time_s("all_gather", nbytes, 8)
     assert half == pytest.approx(time_s / 2, rel=0.01)
+
+
+def test_rings_over_nodes_lie_between_the_measured_ones() -> None:
+    link = replace(
+        plain_link(),
+        node_rings=((16, 1e9), (4, 4e9)),
+        origin_by_field={**plain_link().origin_by_field, "node_rings": "given"},
+    )
+    assert plain_link().node_ring_bytes_per_s(8) is None
+    found = [link.node_ring_bytes_per_s(nodes) for nodes in (2, 4, 8, 16, 64)]
+    assert found == pytest.approx([4e9, 4e9, 2e9, 1e9, 1e9])
+    assert link.scaled(bandwidth=2.0).node_ring_bytes_per_s(8) == pytest.approx(4e9)
+    with pytest.raises(ValueError, match="node_rings"):
+        replace(link, node_rings=((4, 0.0),))
 
 
 def test_unknown_collective_and_bad_degree_raise() -> None:
