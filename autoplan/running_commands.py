@@ -40,10 +40,16 @@ def profile(
 ) -> None:
     """Measure the device that is here and write its profile, or the ops of a model.
 
-    Under torchrun every rank runs it: groups inside and over nodes are measured then.
+    Ctrl-C keeps what was measured, and the same command goes on from there. Under torchrun every
+    rank runs it: groups inside and over nodes are measured then.
     """
+    from autoplan.profiles.stopping import stoppable
+
     budget_s = parse_seconds(budget)
-    with Progress(console=_console, transient=True, disable=not _console.is_terminal) as bar:
+    with (
+        stoppable() as stop,
+        Progress(console=_console, transient=True, disable=not _console.is_terminal) as bar,
+    ):
         task = bar.add_task("measuring", total=1.0)
 
         def show(message: str, fraction: float) -> None:
@@ -58,6 +64,9 @@ def profile(
             text = f"written to {path}" if path is not None else ""
     if text:
         typer.echo(text)
+    if stop.is_asked:
+        typer.echo("stopped early: run it again to go on", err=True)
+        raise typer.Exit(130)
 
 
 def _profile_device(
@@ -137,7 +146,7 @@ def _profile_model(
         f"{outcome.left} left, {len(outcome.failed)} cannot run alone; kept in {path}"
     ]
     if outcome.left:
-        lines.append("run it again to go on")
+        lines.append("run it again to measure them")
     lines += [f"  {text}: {reason}" for text, reason in outcome.failed.items()]
     return "\n".join(lines)
 
