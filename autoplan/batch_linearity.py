@@ -3,18 +3,21 @@
 Micro-batches and data-parallel ranks each compute the loss of their rows, and a step averages it.
 That is the loss of the whole batch where every number that is made of all rows (a sum or a mean
 over them) only ever is added up and scaled. A product of two such numbers, as of the shares of
-tokens and of probabilities of experts, or a root of one, differs between parts and whole.
+tokens and of probabilities of experts, or a root of one, differs between parts and whole. So does
+what compares each row with every other, as contrastive losses do: a value in which the batch stands
+twice, or an op along it that leaves it, such as a softmax over rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Literal
 
 from autoplan.autocast import bare
-from autoplan.axis_labels import op_name
+from autoplan.axis_labels import arguments, op_name
 from autoplan.graph import OpDimensions
-from autoplan.program import Op, Program
+from autoplan.program import BlockGraph, Op, Program
 from autoplan.step_means import find_denominators
 
 __all__ = ["linearity_notes"]
@@ -38,10 +41,16 @@ _NOT_ADDITIVE = frozenset((
 ))  # fmt: skip
 
 
+_ALONG = frozenset((
+    "softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp",
+    "roll", "flip", "sort", "argsort", "cummax", "cummin", "topk",
+))  # fmt: skip
+
+
 def linearity_notes(
     program: Program, dimensions: Sequence[Mapping[str, OpDimensions]]
 ) -> tuple[str, ...]:
-    """Return the note on what makes a loss another one when the batch is split; empty if nothing.
+    """Return notes on what makes a loss another one when the batch is split; empty if nothing.
 
     Args:
         program: a model with its loss.
@@ -51,31 +60,81 @@ def linearity_notes(
     denominators = {(d.call, d.op) for d in find_denominators(program, range(len(program.calls)))}
     levels = _entering(program)
     found: dict[tuple[str, str], str] = {}
+    mixed: dict[tuple[str, str], str] = {}
     for index, call in enumerate(program.calls):
         graph = program.graphs[call.graph]
         inner: _Levels = {
             name: levels.get(arg, "free") for name, arg in zip(graph.inputs, call.args, strict=True)
         }
         for op in graph.ops:
-            made, is_linear = _made(op, inner, dimensions[call.graph].get(op.name))
+            made, is_linear = _made(op, inner, dimensions[call.graph].get(op.name), graph)
             inner[op.name] = made
+            where = ".".join(part for part in (call.fqn, op.fqn) if part) or "the loss"
             if not is_linear and (index, op.name) not in denominators:
-                where = ".".join(part for part in (call.fqn, op.fqn) if part)
-                found[where or "the loss", op.name] = op.target_name
+                found[where, op.name] = op.target_name
+            if _compares_rows(op, dimensions[call.graph].get(op.name)):
+                mixed[where, op.name] = op.target_name
         levels.update(
             (out, inner.get(name, "free"))
             for name, out in zip(graph.outputs, call.outs, strict=True)
         )
-    if not found:
-        return ()
+    notes = []
+    if found:
+        notes.append(
+            f"{_first_of(found)} makes the loss other than linear in the batch (a product or root "
+            "of means over all rows, such as an auxiliary loss that balances experts): a plan that "
+            "splits the batch (dp or num_microbatches above 1) computes it for each micro-batch of "
+            "each rank and averages, which differs from one device"
+        )
+    if mixed:
+        notes.append(
+            f"{_first_of(mixed)} compares rows of the batch with each other, as contrastive losses "
+            "do: a plan that splits the batch (dp or num_microbatches above 1) compares only the "
+            "rows of a micro-batch of a rank, which trains something else than one device; pin "
+            "dp=1 and num_microbatches=1 to compare all"
+        )
+    return tuple(notes)
+
+
+def _first_of(found: Mapping[tuple[str, str], str]) -> str:
+    """Return where the first of some ops is and what it is, and how many others there are."""
     ((where, _), target), others = next(iter(found.items())), len(found) - 1
     more = f" and {others} other op{'s' if others > 1 else ''}" if others else ""
-    return (
-        f"{where}: {target}{more} makes the loss other than linear in the batch (a product or root "
-        "of means over all rows, such as an auxiliary loss that balances experts): a plan that "
-        "splits the batch (dp or num_microbatches above 1) computes it for each micro-batch of "
-        "each rank and averages, which differs from one device",
-    )
+    return f"{where}: {target}{more}"
+
+
+def _is_as_large(op: Op, levels: _Levels, graph: BlockGraph) -> bool:
+    """Return whether a result has as many elements as what it is made of by rows.
+
+    A batch of one row does not show in every dimension that it is part of.
+    """
+    sizes = [
+        prod(meta.shape)
+        for name in op.inputs()
+        if levels.get(name) == "rows" and (meta := graph.meta(name)) is not None
+    ]
+    return op.meta is not None and bool(sizes) and 1 < max(sizes) <= prod(op.meta.shape)
+
+
+def _compares_rows(op: Op, dims: OpDimensions | None) -> bool:
+    """Return whether an op is the first to mix rows of the batch that its result still has."""
+    if dims is None:
+        return False
+    if _batches(dims.output) > 1:
+        return all(_batches(labels) < 2 for labels in dims.inputs)
+    name = op_name(bare(op))
+    if name not in _ALONG or not dims.inputs or not dims.inputs[0]:
+        return False
+    given = arguments(bare(op))
+    along = given.get("dim", given.get("dims", -1))
+    places = along if isinstance(along, (list, tuple)) else [along]
+    labels = dims.inputs[0]
+    return any(labels[place] == "batch" for place in places if place is not None)
+
+
+def _batches(labels: Sequence[str]) -> int:
+    """Return how many dimensions are made of the batch."""
+    return sum("batch" in label.split("*") for label in labels)
 
 
 def _entering(program: Program) -> _Levels:
@@ -92,14 +151,16 @@ def _entering(program: Program) -> _Levels:
     return levels
 
 
-def _made(op: Op, levels: _Levels, dims: OpDimensions | None) -> tuple[_Made, bool]:
+def _made(
+    op: Op, levels: _Levels, dims: OpDimensions | None, graph: BlockGraph
+) -> tuple[_Made, bool]:
     """Return what an op's result is made of, and whether it is linear in what all rows made."""
     operands: list[_Made] = [levels.get(name, "free") for name in op.inputs()]
     name = op_name(bare(op))
     if set(operands) <= {"free"} or name.endswith("_like") or name.startswith("new_"):
         return "free", True
     name = name.removesuffix("_")
-    has_rows = _has_rows(op, dims)
+    has_rows = _has_rows(op, dims) or (name not in _PRODUCTS and _is_as_large(op, levels, graph))
     if "all" not in operands:
         return ("rows", True) if has_rows else ("all", name not in _NOT_ADDITIVE)
     if name in _LINEAR:

@@ -9,8 +9,10 @@ chosen is walked exactly by `autoplan.liveness`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 
 from autoplan.graph import BlockTrace, OpTrace, ParameterTrace, Placement, ShardOption
 from autoplan.liveness import redone_ops
@@ -27,32 +29,33 @@ __all__ = ["ChoiceModel", "Decision", "legal_options", "may_keep"]
 _STATIC_FACTOR = 4  # parameter, gradient and two moments; steers the choice only
 _MAX_UNITS = 2**22
 _KEPT_PARTIAL = "P!"
+_NO_SLICES: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
     """One way to run a block class: axes of its ops and what it recomputes.
 
-    `inner` and `slices_shared` are priced but not searched: `estimate` sets them.
+    `inner` is priced but not searched: `estimate` sets it.
 
     Attributes:
         axes: op name to axis, for ops that are not whole.
         recompute: what the whole block keeps.
         inner: ops that alone run again in backward, from what enters them.
         is_sequence_parallel: activations cross block borders as slices of tokens.
-        slices_shared: parameters that several calls share may be sliced.
+        slices: states that other calls share, of those that may be stored in slices all the same.
     """
 
     axes: dict[str, str] = field(default_factory=dict)
     recompute: Recompute = field(default_factory=lambda: Recompute(mode="none"))
     inner: tuple[str, ...] = ()
     is_sequence_parallel: bool = False
-    slices_shared: bool = False
+    slices: tuple[str, ...] = ()
 
     @cached_property
     def layout(self) -> tuple[object, ...]:
         """Return what decides how ops and states are sliced, hashable."""
-        return tuple(sorted(self.axes.items())), self.is_sequence_parallel, self.slices_shared
+        return tuple(sorted(self.axes.items())), self.is_sequence_parallel, self.slices
 
     @cached_property
     def key(self) -> tuple[object, ...]:
@@ -91,9 +94,21 @@ class ChoiceModel:
         region: bool,
         *,
         is_sequence_parallel: bool = False,
+        slices: Sequence[tuple[str, str]] = (),
     ) -> None:
+        """Pose the problem.
+
+        Args:
+            block, timer: the class, and what prices it at the degree.
+            whole: states that are stored whole.
+            region: it runs again in backward.
+            is_sequence_parallel: activations cross its borders as slices of tokens.
+            slices: (state, placement) of the states that are stored in that placement.
+        """
         self.block = block
         self.timer = timer
+        self.slices = dict(slices)
+        whole = whole - self.slices.keys()
         self.is_sequence_parallel = is_sequence_parallel
         self.entering = {
             v.name: boundary_of(v, timer.degree, is_sequence_parallel) for v in block.inputs
@@ -102,7 +117,9 @@ class ChoiceModel:
         self.region = region
         self.ops = {op.name: op for op in block.ops}
         self.states = {state.name for state in block.states}
-        self.options = {op.name: legal_options(op, timer.degree, whole) for op in block.ops}
+        self.options = {
+            op.name: legal_options(op, timer.degree, whole, self.slices) for op in block.ops
+        }
         self.readers = _readers(block)
         self.saved = {t.value for op in block.ops for t in op.saved if t.value}
         self.read_for_backward = _read_for_backward(block)
@@ -133,6 +150,7 @@ class ChoiceModel:
             axes=axes,
             recompute=Recompute(mode=mode, keep=tuple(keep)),  # type: ignore[arg-type]
             is_sequence_parallel=self.is_sequence_parallel,
+            slices=tuple(sorted(self.slices)),
         )
 
     def _leaving(self, name: str) -> str:
@@ -165,7 +183,7 @@ class ChoiceModel:
         for state in self.block.states:
             picks[state.name] = tuple(
                 _Pick(axis=placement, keep=False, option=None)
-                for placement in ("R", *self._stored_as(state, whole))
+                for placement in self._stored_as(state, whole)
             )
         for op in self.block.ops:
             picks[op.name] = tuple(
@@ -176,13 +194,15 @@ class ChoiceModel:
         return picks
 
     def _stored_as(self, state: ParameterTrace, whole: frozenset[str]) -> list[str]:
-        """Return the shards in which a state may be stored."""
+        """Return the placements in which a state may be stored."""
+        if state.name in self.slices:
+            return [self.slices[state.name]]
         if state.name in whole or not state.is_parameter:
-            return []
+            return ["R"]
         stored = sorted(p for p in self.read_as[state.name] if p.startswith("S"))
         if len(state.shape) == 1:
             stored = [p for p in stored if Placement.parse(p).outer == 1]
-        return stored
+        return ["R", *stored]
 
     def _build(self) -> ChoiceProblem:
         redone = self._redone()
@@ -319,8 +339,17 @@ class ChoiceModel:
         return next(s.is_trained for s in self.block.states if s.name == name)
 
 
-def legal_options(op: OpTrace, degree: int, whole: frozenset[str]) -> tuple[ShardOption, ...]:
-    """Return the ways to run an op at a degree that slice no state which must stay whole."""
+def legal_options(
+    op: OpTrace, degree: int, whole: frozenset[str], slices: Mapping[str, str] = _NO_SLICES
+) -> tuple[ShardOption, ...]:
+    """Return the ways to run an op at a degree that read states as they must be stored.
+
+    Args:
+        op: with its options.
+        degree: that must divide what is sliced.
+        whole: states that no option may slice.
+        slices: placement of the states that every option must read in it.
+    """
     options = op.options or (
         ShardOption(
             axis="whole", size=1, inputs=("R",) * len(op.inputs), output="R", is_split=False
@@ -329,16 +358,17 @@ def legal_options(op: OpTrace, degree: int, whole: frozenset[str]) -> tuple[Shar
     if degree == 1:
         return options[:1]
 
-    def slices_whole(option: ShardOption) -> bool:
-        return any(
-            name in whole and placement.startswith("S")
+    def reads_as_stored(option: ShardOption) -> bool:
+        return not any(
+            (name in whole and placement.startswith("S"))
+            or slices.get(name, placement) != placement
             for name, placement in zip(op.inputs, option.inputs, strict=True)
         )
 
     return tuple(
         o
         for o in options
-        if (o.axis in ("whole", "partial") or o.size % degree == 0) and not slices_whole(o)
+        if (o.axis in ("whole", "partial") or o.size % degree == 0) and reads_as_stored(o)
     )
 
 

@@ -36,11 +36,14 @@ class Heap:
             self.events.append((name, 0))
         nbytes = self.live.pop(name, 0)
         self.total -= nbytes
-        self.held += nbytes if is_held else 0
+        if is_held:
+            self.held += nbytes
 
     def _note(self, total: int) -> None:
-        self.peak = max(self.peak, total)
-        self.held_peak = max(self.held_peak, total + self.held)
+        if total > self.peak:
+            self.peak = total
+        if total + self.held > self.held_peak:
+            self.held_peak = total + self.held
 
     def transient(self, nbytes: int) -> None:
         self._note(self.total + nbytes)

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoplan.decomposed import beside_products
+from autoplan.deferral import op_parts, released_bytes
 from autoplan.frontiers import Decision
 from autoplan.fusion import fused_kernels, joined, with_narrow_operands
 from autoplan.inner_recompute import folded
 from autoplan.liveness import BlockMemory, block_memory, needed_marks, redone_ops
-from autoplan.local import LocalBlock, LocalOp
+from autoplan.local import LocalBlock
 from autoplan.losses import with_loss
 from autoplan.offload import away_s
 from autoplan.plan import Recompute
@@ -18,10 +19,29 @@ from autoplan.settings import Workload
 from autoplan.step_costs import interference
 from autoplan.times import OpTime, Timer
 
-__all__ = ["BlockWork", "LayoutWork", "layout_work", "make_work", "memory_views"]
+__all__ = ["BlockWork", "Deferred", "LayoutWork", "layout_work", "make_work", "memory_views"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Deferred:
+    """What a split backward of a block leaves for later.
+
+    Attributes:
+        backward_s: seconds of gradients of parameters.
+        nbytes: of gradients that are kept for it, of the results of ops that read parameters.
+        released_bytes: kept ones that it does not need, where no block after this has parameters.
+        groups: ops from each of which the backward starts again.
+        nodes: ops that have a backward, and parameters that get a gradient.
+    """
+
+    backward_s: float
+    nbytes: int
+    released_bytes: int
+    groups: int
+    nodes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayoutWork:
     """What a layout costs, whatever is recomputed.
 
@@ -30,21 +50,35 @@ class LayoutWork:
         times: of each op.
         total: the sum of them.
         summed_s: of all-reduces of the gradients of whole parameters.
-        weight_backward_s: of the gradients of weights.
     """
 
     local: LocalBlock
     times: dict[str, OpTime]
     total: OpTime
     summed_s: float
-    weight_backward_s: float
+
+    @cached_property
+    def deferred(self) -> Deferred:
+        """Return what a split backward leaves for later; most searches never ask."""
+        parts, ops = op_parts(self.local), self.local.ops
+        joint = [op for op in ops if parts[op.name] == "joint"]
+        later = [self.times[op.name] for op in ops if parts[op.name] == "weights"]
+        return Deferred(
+            backward_s=sum(self.times[op.name].deferred_s for op in joint)
+            + sum(time.backward_s + time.backward_comm_s for time in later),
+            nbytes=sum(op.value_bytes for op in joint),
+            released_bytes=released_bytes(self.local, parts),
+            groups=len(joint),
+            nodes=sum(bool(op.grads) + len(op.parameter_grads) for op in ops),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockWork:
     """What a decision costs by itself at a tensor-parallel degree.
 
-    `away_s`: of copying what is saved to the host in the forward, or back in the backward.
+    `layout`: that it is of. `away_s`: of copying what is saved to the host in the forward, or back
+    in the backward.
 
     Its memory is walked when it is first asked for: a bound of the time does not need it.
     """
@@ -59,11 +93,15 @@ class BlockWork:
     summed_s: float
     redo_s: float
     redo_comm_s: float
-    weight_backward_s: float
-    deferred_bytes: int
+    layout: LayoutWork
     away_s: float
     host_forward_s: float = 0.0
     host_backward_s: float = 0.0
+
+    @property
+    def deferred(self) -> Deferred:
+        """Return what a split backward leaves for later."""
+        return self.layout.deferred
 
     @property
     def forward_s(self) -> float:
@@ -101,9 +139,6 @@ def layout_work(local: LocalBlock, timer: Timer, workload: Workload) -> LayoutWo
             backward_comm_s=sum(t.backward_comm_s for t in times.values()),
         ),
         summed_s=sum(t.backward_comm_s for t in summed),
-        weight_backward_s=sum(
-            times[op.name].backward_s / 2 for op in local.ops if _has_weight_gradient(op)
-        ),
     )
 
 
@@ -129,13 +164,12 @@ def make_work(
         redo_s=sum(t.forward_s + t.forward_comm_s for t in redone)
         + is_redone * _region_s(local, decision, timer),
         redo_comm_s=sum(t.forward_comm_s for t in redone),
-        deferred_bytes=sum(op.value_bytes for op in local.ops if op.parameter_grads),
+        layout=layout,
         host_forward_s=len(local.ops) * host.op_forward,
         host_backward_s=sum(bool(op.grads or op.parameter_grads) for op in local.ops)
         * host.op_backward
         + len(redone) * host.op_forward
         + is_redone * host.region,
-        weight_backward_s=layout.weight_backward_s,
         away_s=away_s(local, timer.cluster) if decision.recompute.mode == "offload" else 0.0,
     )
 
@@ -181,17 +215,6 @@ def _op_times(local: LocalBlock, timer: Timer, workload: Workload) -> dict[str, 
     if workload.engine.decomposes:
         return beside_products(local, times, timer.degree, interference(timer.link))
     return times
-
-
-def _has_weight_gradient(op: LocalOp) -> bool:
-    """Return whether an op's backward is two equal products, one of them for its weights."""
-    traced = op.op
-    return (
-        traced is not None
-        and traced.kind == "gemm"
-        and traced.forward_flops > 0
-        and round(traced.backward_flops / traced.forward_flops) >= 2
-    )
 
 
 def _without_gradients(local: LocalBlock) -> LocalBlock:

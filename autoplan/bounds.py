@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from autoplan.conventions import Convention
 from autoplan.frontiers import fastest_ops_s
 from autoplan.graph import ParameterTrace, Placement, Trace
 from autoplan.interleaving import stage_counts
@@ -14,8 +15,10 @@ from autoplan.search.candidates import Refinement
 from autoplan.search.problem import Run
 from autoplan.search.together import together_bound
 from autoplan.search_options import alike, block_option, least_option
-from autoplan.setting_problem import borders_s
+from autoplan.setting_problem import borders_s, split_saving, usable_decisions
 from autoplan.settings import Setting
+from autoplan.shared_writes import lost_under
+from autoplan.split_steps import saved_at_most
 from autoplan.units import TICK_S, format_bytes
 
 if TYPE_CHECKING:
@@ -24,8 +27,10 @@ if TYPE_CHECKING:
 __all__ = [
     "LeastCalls",
     "blocks_bound",
+    "convention_bound",
     "frontiers_bound",
     "layout_reason",
+    "least_bound",
     "memory_bound",
     "most_bytes",
     "ops_bound",
@@ -55,9 +60,15 @@ def _bound(setting: Setting, total: float, slowest: float) -> int:
     return int(_step(setting, total, max(slowest, total / setting.pp)) / TICK_S * (1 - 1e-9))
 
 
-def _step(setting: Setting, total: float, slowest: float) -> float:
-    """Return the time of a step of ranks that take `total`, the slowest of them `slowest`."""
+def _step(setting: Setting, total: float, slowest: float, saved: float | None = None) -> float:
+    """Return the time of a step of ranks that take `total`, the slowest of them `slowest`.
+
+    `saved`: at most, because backwards are split; None: not known, and never above the share of
+    `total` (see `split_steps`).
+    """
     others = (total - slowest) / setting.virtual_stages
+    if setting.schedule == "zero_bubble":
+        others -= saved_at_most(total, setting) if saved is None else saved
     return setting.num_microbatches * slowest + others
 
 
@@ -93,7 +104,26 @@ def static_reason(planner: Planner, setting: Setting) -> str | None:
 
 def unrunnable_reason(planner: Planner, setting: Setting) -> str | None:
     """Return why no plan of a setting can be run, whatever it takes, or None."""
-    return layout_reason(planner, setting) or _unlike_reason(planner, setting)
+    return (
+        layout_reason(planner, setting)
+        or _write_reason(planner, setting)
+        or _unlike_reason(planner, setting)
+    )
+
+
+def _write_reason(planner: Planner, setting: Setting) -> str | None:
+    """Return why a write to what enters a block would be lost under a setting, or None.
+
+    Where only recomputation would lose it, its block has no decision that recomputes.
+    """
+    trace = planner.smallest_trace()
+    is_mixed = planner.workload.mixed_precision != "none"
+    for lost, reason in lost_under(
+        trace.lost_writes, {}, pp=setting.pp, zero_stage=setting.zero_stage, is_mixed=is_mixed
+    ):
+        writer = trace.calls[lost.writer].fqn or "the code between blocks"
+        return f"with {reason} {writer} writes to a copy of its input, and {lost.value} misses it"
+    return None
 
 
 def static_need(planner: Planner, setting: Setting) -> int:
@@ -142,17 +172,20 @@ def blocks_bound(planner: Planner, setting: Setting) -> Refinement:
     """Return a bound from the fastest way to run each block alone, whatever memory it takes."""
     pricer = planner.pricer(setting.microbatch_size)
     bounds = []
-    for is_sliced in pricer.borders(setting.tp):
+    for convention in pricer.conventions(setting.tp):
         by_block = [
-            pricer.fastest_s(block, setting.tp, is_sequence_parallel=is_sliced)
+            pricer.fastest_s(block, setting.tp, convention)
             for block in range(len(pricer.trace.blocks))
         ]
         seconds = [by_block[call.block] for call in pricer.trace.calls]
         bound = _bound(setting, sum(seconds), max(seconds))
         if setting.virtual_stages > 1:
             ticks = [s / TICK_S for s in seconds]
+            is_sliced = convention.is_sequence_parallel
             borders = [s / TICK_S for s in _borders_s(planner, setting, is_sliced)]
             even = _even_step(planner, setting, ticks, borders)
+            if setting.schedule == "zero_bubble":
+                even -= saved_at_most(sum(ticks), setting)
             bound = max(bound, int(even * (1 - 1e-9)))
         bounds.append(bound)
     return Refinement(bound=min(bounds))
@@ -161,13 +194,44 @@ def blocks_bound(planner: Planner, setting: Setting) -> Refinement:
 def frontiers_bound(planner: Planner, setting: Setting) -> Refinement:
     """Return a bound from the decisions of each block under the setting, or why nothing fits."""
     pricer = planner.pricer(setting.microbatch_size)
-    found = [_border_bound(planner, setting, is_sliced) for is_sliced in pricer.borders(setting.tp)]
+    found = [convention_bound(planner, setting, own) for own in pricer.conventions(setting.tp)]
     possible = [refinement for refinement in found if refinement.infeasible is None]
-    return min(possible, key=lambda refinement: refinement.bound) if possible else found[0]
+    if possible:
+        return min(possible, key=lambda refinement: refinement.bound)
+    return found[0]
 
 
-def _border_bound(planner: Planner, setting: Setting, is_sequence_parallel: bool) -> Refinement:
-    least = _least(planner, setting, is_sequence_parallel)
+def least_bound(
+    planner: Planner, setting: Setting, bound_of: Callable[[Convention], int | None]
+) -> int | None:
+    """Return the least bound over all conventions, or None where none can be.
+
+    Those that are slower by `convention_bound` than another is by `bound_of` are left out.
+
+    Args:
+        planner, setting: what is bounded.
+        bound_of: ticks below which no plan under a convention is; None: there is none.
+    """
+    conventions = planner.pricer(setting.microbatch_size).conventions(setting.tp)
+    if len(conventions) == 1:
+        return bound_of(conventions[0])
+    first = [(convention_bound(planner, setting, own), own) for own in conventions]
+    possible = [(cheap.bound, own) for cheap, own in first if cheap.infeasible is None]
+    least: int | None = None
+    for cheap, convention in sorted(possible, key=lambda one: one[0]):
+        if least is not None and cheap >= least:
+            break
+        bound = bound_of(convention)
+        if bound is not None:
+            bound = max(bound, cheap)
+            least = bound if least is None else min(least, bound)
+    return least
+
+
+def convention_bound(planner: Planner, setting: Setting, convention: Convention) -> Refinement:
+    """Return a bound from the decisions of each block under a convention, or why nothing fits."""
+    is_sliced = convention.is_sequence_parallel
+    least = _least(planner, setting, convention)
     unit = planner.pricer(setting.microbatch_size).memory_unit
     capacity = most_bytes(planner, setting) // unit
     if least.static > capacity * setting.pp:
@@ -177,11 +241,12 @@ def _border_bound(planner: Planner, setting: Setting, is_sequence_parallel: bool
         )
     borders: list[float] = [0.0]
     if setting.pp > 1:
-        borders = [s / TICK_S for s in _borders_s(planner, setting, is_sequence_parallel)]
+        borders = [s / TICK_S for s in _borders_s(planner, setting, is_sliced)]
     total, slowest = sum(least.times) + sum(borders), float(max(least.times))
-    step = _step(setting, total, max(slowest, total / setting.pp))
+    saved = split_saving(planner.pricer(setting.microbatch_size), setting, convention)
+    step = _step(setting, total, max(slowest, total / setting.pp), saved)
     if setting.virtual_stages > 1:
-        step = max(step, _even_step(planner, setting, least.times, borders))
+        step = max(step, _even_step(planner, setting, least.times, borders) - saved)
     return Refinement(bound=int(step * (1 - 1e-9)) + -(-least.once // setting.pp))
 
 
@@ -217,20 +282,15 @@ class LeastCalls:
     static: int
 
 
-def _least(planner: Planner, setting: Setting, is_sequence_parallel: bool) -> LeastCalls:
+def _least(planner: Planner, setting: Setting, convention: Convention) -> LeastCalls:
     """Return the least of all calls: the same whatever the schedule and the stages a rank."""
-    key = (replace(setting, schedule="none", virtual_stages=1), is_sequence_parallel)
+    key = (replace(setting, schedule="none", virtual_stages=1), convention)
     if key not in planner.least:
         pricer = planner.pricer(setting.microbatch_size)
         times = [0] * len(pricer.trace.calls)
         once = static = 0
         for calls in alike(pricer, setting):
-            own = pricer.decisions(
-                pricer.trace.calls[calls[0]].block,
-                setting.tp,
-                is_sequence_parallel=is_sequence_parallel,
-            )
-            least = least_option(pricer, calls[0], own, setting)
+            least = least_option(pricer, calls[0], convention, key[0])
             once += len(calls) * least.once
             static += len(calls) * least.static
             for call in calls:
@@ -255,18 +315,16 @@ def memory_bound(planner: Planner, setting: Setting) -> Refinement:
     """
     if setting.pp == 1:
         return Refinement()
-    borders = planner.pricer(setting.microbatch_size).borders(setting.tp)
-    found = [_together(planner, setting, is_sliced) for is_sliced in borders]
-    bounds = [bound for bound in found if bound is not None]
-    if not bounds:
+    bound = least_bound(planner, setting, lambda own: _together(planner, setting, own))
+    if bound is None:
         return Refinement(
             infeasible=f"what {setting.pp} ranks hold at the least exceeds their memory together"
         )
-    return Refinement(bound=min(bounds))
+    return Refinement(bound=bound)
 
 
-def _together(planner: Planner, setting: Setting, is_sliced: bool) -> int | None:
-    """Return the bound where activations cross borders of blocks in one way, None if none fits."""
+def _together(planner: Planner, setting: Setting, convention: Convention) -> int | None:
+    """Return the bound under one convention, None if nothing fits."""
     pricer = planner.pricer(setting.microbatch_size)
     unit, v = pricer.memory_unit, setting.virtual_stages
     live = setting.live()
@@ -275,10 +333,13 @@ def _together(planner: Planner, setting: Setting, is_sliced: bool) -> int | None
         call = calls[0]
         block = pricer.trace.calls[call].block
         options = []
-        for decision in pricer.decisions(block, setting.tp, is_sequence_parallel=is_sliced):
-            handed_on = pricer.base(block, decision, setting.tp).memory.held_output_bytes
+        for decision in usable_decisions(pricer, block, setting, convention):
+            work = pricer.base(block, decision, setting.tp)
+            less = work.memory.held_output_bytes
             option = block_option(pricer, call, decision, setting, live[-1])
-            kept = max(0, option.kept - -(-handed_on // unit))
+            if setting.schedule == "zero_bubble":
+                less += work.deferred.nbytes + work.deferred.released_bytes
+            kept = max(0, option.kept - -(-less // unit))
             options.append(replace(option, kept=kept, once=v * option.once))
         runs.append(Run(count=len(calls), options=tuple(options)))
     clusters = [planner.cluster.on_stage(setting, stage) for stage in range(setting.pp)]
@@ -286,10 +347,12 @@ def _together(planner: Planner, setting: Setting, is_sliced: bool) -> int | None
         runs,
         setting.alive(),
         [cluster.capacity_bytes // unit for cluster in clusters],
-        [int(s / TICK_S) for s in _borders_s(planner, setting, is_sliced)],
+        [int(s / TICK_S) for s in _borders_s(planner, setting, convention.is_sequence_parallel)],
         setting.num_microbatches * v,
     )
-    return None if bound is None else bound // v
+    if bound is None:
+        return None
+    return max(0, bound // v - split_saving(pricer, setting, convention))
 
 
 def strided_states(trace: Trace) -> list[ParameterTrace]:

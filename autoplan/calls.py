@@ -41,6 +41,7 @@ class BoundCall:
         keep: KeepPlan | None,
         cloned: Sequence[int],
         changed: Sequence[int],
+        is_scalar: Sequence[bool] = (),
         autocast: torch.dtype | None = None,
         device_type: str = "cpu",
         source: str = "",
@@ -54,6 +55,8 @@ class BoundCall:
             mode, keep: what is recomputed and kept.
             cloned: positions of inputs that the function writes to, in a recomputed region.
             changed: positions of states that it writes to, likewise.
+            is_scalar: per state, whether the function reads it without a dimension, however it is
+                stored; empty: none is.
             autocast, device_type: the autocast around the step; None if there is none.
             source: its text.
         """
@@ -64,6 +67,7 @@ class BoundCall:
         self._keep = keep
         self._cloned = list(cloned)
         self._changed = list(changed)
+        self._is_scalar = list(is_scalar) or [False] * len(self._holders)
         self._autocast = functools.partial(around_step, autocast, device_type)
         self.source = source
 
@@ -118,7 +122,9 @@ class BoundCall:
 
     def _states(self) -> tuple[torch.Tensor, ...]:
         states = []
-        for (holder, key), localise in zip(self._holders, self._localise, strict=True):
+        for (holder, key), localise, is_scalar in zip(
+            self._holders, self._localise, self._is_scalar, strict=True
+        ):
             state = holder[key]
             is_distributed = isinstance(state, DTensor)
             if not is_distributed and state.requires_grad and state.is_leaf:
@@ -129,7 +135,7 @@ class BoundCall:
                 state = state.to_local()
             if is_distributed and state.requires_grad:
                 state = _OwnGradient.apply(state)  # type: ignore[no-untyped-call]
-            states.append(state)
+            states.append(state.reshape(()) if is_scalar and state.dim() else state)
         return tuple(states)
 
 
@@ -167,6 +173,7 @@ def bind_call(
         keep=kept,
         cloned=cloned,
         changed=changed,
+        is_scalar=[state.is_parameter and not state.meta.shape for state in graph.states],
         autocast=autocast,
         device_type=device.type,
         source=compiled.source,

@@ -38,6 +38,11 @@ class Chunked:
     shape: torch.Size
     chunks: tuple[Chunk, ...]
 
+    def without_dimension(self) -> Chunked:
+        """Return what a rank holds of a tensor of one element as that of a scalar."""
+        chunks = tuple(Chunk((), chunk.local.view(())) for chunk in self.chunks)
+        return Chunked(torch.Size(()), chunks)
+
 
 _Interval = tuple[int, int]  # start and length
 

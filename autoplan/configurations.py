@@ -12,7 +12,7 @@ from autoplan.inner_recompute import attention_core
 from autoplan.meshes import AxisOrder
 from autoplan.plan import Recompute
 from autoplan.schedules import schedule_actions
-from autoplan.settings import Setting, check_pins
+from autoplan.settings import Setting, check_pins, shared_states
 from autoplan.stage_ends import even_block_ends, even_stage_ends
 from autoplan.tensor_layout import megatron_axes
 
@@ -90,13 +90,14 @@ def stage_ends_of(
 
 
 def ruled_decisions(trace: Trace, setting: Setting, sequence_parallel: bool) -> list[Decision]:
+    shared = shared_states(trace)
     by_block = [
         Decision(
             axes=megatron_axes(block, setting.tp, is_sequence_parallel=sequence_parallel),
             is_sequence_parallel=sequence_parallel,
-            slices_shared=True,
+            slices=tuple(sorted(shared.get(index, ()))),
         )
-        for block in trace.blocks
+        for index, block in enumerate(trace.blocks)
     ]
     return [by_block[call.block] for call in trace.calls]
 

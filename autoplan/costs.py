@@ -7,13 +7,16 @@ is in `call_prices`, bytes of stages in `stage_bytes`, whole plans in `plan_pric
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autoplan.block_choice import legal_options
 from autoplan.block_work import BlockWork, LayoutWork, layout_work, make_work
-from autoplan.call_prices import BlockPrice, call_price
+from autoplan.call_prices import BlockPrice, call_price, overlaps, split_seconds
 from autoplan.cluster import Cluster
+from autoplan.conventions import WHOLE, Convention, StateSlices, shared_slices
 from autoplan.frontiers import Decision, Frontiers
 from autoplan.graph import Trace
 from autoplan.local import localize
@@ -27,6 +30,9 @@ from autoplan.tensor_layout import boundary_of
 from autoplan.times import Tally, Timer
 
 __all__ = ["Pricer"]
+
+_Asked = tuple[int, int, bool, StateSlices]
+"""A class under a convention: class, degree, whether borders are sliced, its shared states."""
 
 
 @dataclass(slots=True)
@@ -51,17 +57,19 @@ class Pricer:
     reference: Pricer | None = None
     tally: Tally = field(default_factory=Tally)
     frontiers: Frontiers = field(default_factory=Frontiers)
-    _plain: dict[tuple[int, int, bool], Decision] = field(default_factory=dict)
-    _decisions: dict[tuple[int, int, bool], tuple[Decision, ...]] = field(default_factory=dict)
+    _plain: dict[tuple[int, int, StateSlices, bool], Decision] = field(default_factory=dict)
+    _decisions: dict[_Asked, tuple[Decision, ...]] = field(default_factory=dict)
+    _conventions: dict[int, tuple[Convention, ...]] = field(default_factory=dict)
     _layouts: dict[tuple[int, int, object], LayoutWork] = field(default_factory=dict)
     _bases: dict[tuple[int, int, object], BlockWork] = field(default_factory=dict)
     _groups: dict[tuple[object, ...], GroupBytes] = field(default_factory=dict)
     _names: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    _fastest_s: dict[tuple[int, int, bool], float] = field(default_factory=dict)
+    _fastest_s: dict[_Asked, float] = field(default_factory=dict)
     _timers: dict[tuple[int, bool], Timer] = field(default_factory=dict)
     _shared: dict[int, frozenset[str]] | None = None
     options: dict[tuple[object, ...], BlockOption] = field(default_factory=dict)
     _held: list[frozenset[str]] | None = None
+    _num_nodes: int | None = None
     _by_device: dict[str, Pricer] = field(default_factory=dict)
 
     def of(self, trace: Trace) -> Pricer:
@@ -73,55 +81,106 @@ class Pricer:
         )
 
     def decisions(
-        self, block: int, tp: int, *, is_sequence_parallel: bool = False
+        self, block: int, tp: int, convention: Convention = WHOLE
     ) -> tuple[Decision, ...]:
         """Return the frontier of a block class at a tensor-parallel degree, fastest first.
 
-        With `is_sequence_parallel` activations cross its borders as slices of tokens; without, the
-        lean layout of the simple strategies is among them. With a `reference` pricer they are its
-        frontier, priced here at this micro-batch size.
+        Where activations cross borders whole, the lean layout of the simple strategies is among
+        them. With a `reference` pricer they are its frontier, priced here at this micro-batch size.
         """
         if self.reference is not None:
-            return self.reference.decisions(block, tp, is_sequence_parallel=is_sequence_parallel)
-        key = (block, tp, is_sequence_parallel)
+            return self.reference.decisions(block, tp, convention)
+        slices = convention.of(block)
+        key = (block, tp, convention.is_sequence_parallel, slices)
         if key not in self._decisions:
             found = self.frontiers.decisions(
                 self.trace.blocks[block],
                 self.timer(tp),
                 whole=self.whole_states(block),
-                recompute=self.recompute,
-                is_sequence_parallel=is_sequence_parallel,
+                recompute=self._recompute_of(block),
+                is_sequence_parallel=convention.is_sequence_parallel,
+                slices=slices,
                 offloads="activations" in self.workload.offload,
             )
-            if not is_sequence_parallel and tp > 1 and self.recompute in (None, "none"):
-                lean = self.plain_decision(block, tp, lean=True)
+            is_whole = not convention.is_sequence_parallel
+            if is_whole and tp > 1 and self.recompute in (None, "none"):
+                lean = self.plain_decision(block, tp, convention, lean=True)
                 if all(lean.key != d.key for d in found):
                     found += (lean,)
             self._decisions[key] = found
         return self._decisions[key]
 
-    def plain_decision(self, block: int, tp: int, *, lean: bool = False) -> Decision:
-        """Return the fastest (or leanest) decision of a class that recomputes nothing."""
+    def _recompute_of(self, block: int) -> str | None:
+        return "none" if self.loses_writes(block) else self.recompute
+
+    def loses_writes(self, block: int) -> bool:
+        """Return whether somebody would miss what a class writes if it ran again."""
+        return any(self.trace.calls[lost.writer].block == block for lost in self.trace.lost_writes)
+
+    def plain_decision(
+        self, block: int, tp: int, convention: Convention = WHOLE, *, lean: bool = False
+    ) -> Decision:
+        """Return the fastest (or leanest) decision of a class that recomputes nothing.
+
+        Activations cross its borders whole, whatever the convention says about them.
+        """
         if self.reference is not None:
-            return self.reference.plain_decision(block, tp, lean=lean)
-        key = (block, tp, lean)
+            return self.reference.plain_decision(block, tp, convention, lean=lean)
+        slices = convention.of(block)
+        key = (block, tp, slices, lean)
         if key not in self._plain:
             self._plain[key] = self.frontiers.plain(
-                self.trace.blocks[block], self.timer(tp), whole=self.whole_states(block), lean=lean
+                self.trace.blocks[block],
+                self.timer(tp),
+                whole=self.whole_states(block),
+                lean=lean,
+                slices=slices,
             )
         return self._plain[key]
 
-    def fastest_s(self, block: int, tp: int, *, is_sequence_parallel: bool = False) -> float:
+    def fastest_s(self, block: int, tp: int, convention: Convention = WHOLE) -> float:
         """Return seconds below which no decision of a class is at this micro-batch size."""
-        key = (block, tp, is_sequence_parallel)
+        slices = convention.of(block)
+        key = (block, tp, convention.is_sequence_parallel, slices)
         if key not in self._fastest_s:
             self._fastest_s[key] = self.frontiers.fastest_s(
                 self.trace.blocks[block],
                 self.timer(tp),
                 whole=self.whole_states(block),
-                is_sequence_parallel=is_sequence_parallel,
+                is_sequence_parallel=convention.is_sequence_parallel,
+                slices=slices,
             )
         return self._fastest_s[key]
+
+    def conventions(self, tp: int) -> tuple[Convention, ...]:
+        """Return what blocks may agree on at a degree, the simplest first."""
+        if self.reference is not None:
+            return self.reference.conventions(tp)
+        if tp not in self._conventions:
+            sliced = shared_slices(self.trace, tp, lambda b: self._stored(b, tp)) if tp > 1 else ()
+            found = [
+                Convention(is_sequence_parallel=borders, slices=slices)
+                for slices in dict.fromkeys(((), *sliced))
+                for borders in self.borders(tp)
+            ]
+            self._conventions[tp] = tuple(c for c in found if self._is_possible(c, tp))
+        return self._conventions[tp]
+
+    def _stored(self, block: int, tp: int) -> Mapping[str, str]:
+        """Return how the fastest decision of a class stores its states, shared or not."""
+        traced = self.trace.blocks[block]
+        fastest = self.frontiers.plain(traced, self.timer(tp))
+        return localize(traced, fastest.axes, tp).state_placements
+
+    def _is_possible(self, convention: Convention, tp: int) -> bool:
+        """Return whether every class has a decision that lays its states as it says."""
+        for block in {block for block, _, _ in convention.slices}:
+            slices, ops = dict(convention.of(block)), self.trace.blocks[block].ops
+            whole = self.whole_states(block).difference(slices)
+            has_options = all(legal_options(op, tp, whole, slices) for op in ops)
+            if not has_options or self.fastest_s(block, tp, convention) == math.inf:
+                return False
+        return True
 
     def borders(self, tp: int) -> tuple[bool, ...]:
         """Return whether activations may cross borders of blocks whole, or as slices of tokens."""
@@ -176,7 +235,7 @@ class Pricer:
                 self.trace.blocks[block],
                 decision.axes,
                 tp,
-                frozenset() if decision.slices_shared else self.whole_states(block),
+                self.whole_states(block).difference(decision.slices),
                 is_sequence_parallel=decision.is_sequence_parallel,
                 regathers=self.workload.engine.regathers_sequence,
             )
@@ -254,7 +313,33 @@ class Pricer:
         """Return the seconds of a call under a setting."""
         work = self.base(self.trace.calls[call].block, decision, setting.tp)
         group = self.own_group(call, decision, setting)
-        return call_price(work, group, setting, self.workload, self.timer(setting.tp))
+        split_s = sum(self.split_s(work, setting))
+        return call_price(work, group, setting, self.workload, self.timer(setting.tp), split_s)
+
+    def split_s(self, work: BlockWork, setting: Setting) -> tuple[float, float]:
+        """Return seconds of the host for a split of a block's backward: to the inputs, and later.
+
+        Half the nodes of an even stage are taken to lie below the block. The first stage is priced
+        like the others, though all of its backward runs later.
+        """
+        if setting.schedule != "zero_bubble":
+            return 0.0, 0.0
+        if self._num_nodes is None:
+            by_block = [
+                sum(op.needs_grad for op in block.ops) + sum(s.is_trained for s in block.states)
+                for block in self.trace.blocks
+            ]
+            self._num_nodes = sum(by_block[call.block] for call in self.trace.calls)
+        nodes = self._num_nodes / (2 * setting.pp * setting.virtual_stages)
+        return split_seconds(work, nodes, self.cluster)
+
+    def deferred_s(self, work: BlockWork, setting: Setting) -> float:
+        """Return seconds of a block's backward that a split leaves for later, the host's included.
+
+        A host beside the device is taken to be waited for at once.
+        """
+        host_s = 0.0 if overlaps(setting, self.cluster) else self.split_s(work, setting)[1]
+        return work.deferred.backward_s + host_s
 
     def shared_before(self, call: int) -> frozenset[str]:
         """Return the parameters of a call that earlier calls read too."""
@@ -328,6 +413,10 @@ class Pricer:
     def action_s(self, setting: Setting) -> float:
         """Return seconds of the host in a forward or a backward of a pipeline stage, ops apart."""
         return self.timer(setting.tp).host.pipeline_action if setting.pp > 1 else 0.0
+
+    def actions_s(self, setting: Setting) -> float:
+        """Return seconds of the host in all actions of a stage for one micro-batch, ops apart."""
+        return (3 if setting.schedule == "zero_bubble" else 2) * self.action_s(setting)
 
     def sent_s(self, setting: Setting, cut: int, stage: int, is_sliced: bool) -> float:
         """Return the seconds of sending what a stage hands on; the last rank sends to the first."""

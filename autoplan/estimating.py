@@ -31,6 +31,7 @@ from autoplan.planner import Planner, make_planner
 from autoplan.replay import Reserved
 from autoplan.reserved import reserved_memory
 from autoplan.schedules import unrunnable_split
+from autoplan.shared_writes import lost_under
 from autoplan.simple import simple_decisions
 from autoplan.stage_ends import is_runnable
 from autoplan.units import format_bytes
@@ -216,15 +217,19 @@ def estimate(
         with_recompute(trace.blocks[call.block], decision, rule)
         for call, decision, rule in zip(trace.calls, decisions, rules, strict=True)
     ]
+    is_mixed = planner.workload.mixed_precision != "none"
     unrunnable = unrunnable_split(
         setting.schedule,
         setting.zero_stage,
-        is_mixed=planner.workload.mixed_precision != "none",
+        is_mixed=is_mixed,
         recomputes=any(d.recompute.mode != "none" for d in decisions),
     )
+    modes = {call: decision.recompute.mode for call, decision in enumerate(decisions)}
+    lost = lost_under(trace.lost_writes, modes, pp=pp, zero_stage=zero_stage, is_mixed=is_mixed)
     is_emitted = (
         planner.workload.engine == AUTOPLAN
         and unrunnable is None
+        and not any(lost)
         and not is_ruled
         and "attention" not in rules
         and product_dtype is None

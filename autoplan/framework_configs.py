@@ -76,6 +76,17 @@ def _layouts(plan: Plan) -> tuple[str, ...]:
     return ("the tensor-parallel placements of this plan: the framework has its own",)
 
 
+def _slices_shared(plan: Plan) -> bool:
+    """Return whether a parameter with several names is stored in slices."""
+    names = {fqn for group in plan.shared for fqn in group}
+    return any(
+        text.startswith("S") and {key, f"{block.fqn}.{key}"} & names
+        for stage in plan.stages
+        for block in stage.blocks
+        for key, text in plan.placements[block.placements].parameters.items()
+    )
+
+
 def _layers(plan: Plan) -> list[int]:
     """Return the number of blocks that are modules, by rank of the pipeline."""
     counts = [0] * plan.mesh.pp
@@ -147,6 +158,10 @@ def _megatron(plan: Plan) -> FrameworkConfig:
         f"--global-batch-size {plan.global_batch_size}",
     ]
     missing = [*_marks(plan), *_layouts(plan)]
+    if not plan.shared:
+        flags.append("--untie-embeddings-and-output-weights")
+    elif mesh.tp > 1 and not _slices_shared(plan):
+        missing.append("shared parameters whole on every rank: Megatron slices the vocabulary")
     if plan.zero_stage in (1, 2):
         flags.append("--use-distributed-optimizer")
         if plan.zero_stage == 2:

@@ -7,6 +7,8 @@ every op, and what to keep. Every decision is afterwards priced exactly by `auto
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autoplan.block_choice import ChoiceModel, Decision
@@ -55,6 +57,7 @@ class Frontiers:
         whole: frozenset[str] = frozenset(),
         recompute: str | None = None,
         is_sequence_parallel: bool = False,
+        slices: Sequence[tuple[str, str]] = (),
         offloads: bool = False,
     ) -> tuple[Decision, ...]:
         """Return the decisions on the frontier of time and memory of a class, fastest first.
@@ -63,6 +66,7 @@ class Frontiers:
             block: the class.
             timer: prices ops at the tensor-parallel degree in question.
             whole: states that must be stored whole.
+            slices: (state, placement) of states that must be stored in that placement.
             offloads: saved activations may wait in host memory.
             recompute: pins the mode: `none`, `full` or `selective`; None allows all. A class that
                 has no decision of the pinned mode (nothing is saved, or nothing may be kept)
@@ -78,7 +82,14 @@ class Frontiers:
             if region and not any(op.saved for op in block.ops):
                 continue
             decisions += self._sample(
-                ChoiceModel(block, timer, whole, region, is_sequence_parallel=is_sequence_parallel)
+                ChoiceModel(
+                    block,
+                    timer,
+                    whole,
+                    region,
+                    is_sequence_parallel=is_sequence_parallel,
+                    slices=slices,
+                )
             )
         if recompute in (None, "full") and any(d.recompute.mode == "selective" for d in decisions):
             leanest = [d for d in decisions if d.recompute.mode != "none"][-1]
@@ -94,6 +105,7 @@ class Frontiers:
                 whole=whole,
                 recompute="none",
                 is_sequence_parallel=is_sequence_parallel,
+                slices=slices,
             )
         return tuple(unique.values())
 
@@ -123,6 +135,7 @@ class Frontiers:
         whole: frozenset[str] = frozenset(),
         lean: bool = False,
         is_sequence_parallel: bool = False,
+        slices: Sequence[tuple[str, str]] = (),
     ) -> Decision:
         """Return the fastest decision of a class that recomputes nothing.
 
@@ -130,7 +143,12 @@ class Frontiers:
         within a quarter of the way from the leanest to the fastest.
         """
         model = ChoiceModel(
-            block, timer, whole, region=False, is_sequence_parallel=is_sequence_parallel
+            block,
+            timer,
+            whole,
+            region=False,
+            is_sequence_parallel=is_sequence_parallel,
+            slices=slices,
         )
         fastest = fastest_choice(
             model.problem, time_limit_s=self.time_limit_s, eliminations=self.eliminations
@@ -153,17 +171,25 @@ class Frontiers:
         *,
         whole: frozenset[str] = frozenset(),
         is_sequence_parallel: bool = False,
+        slices: Sequence[tuple[str, str]] = (),
     ) -> float:
         """Return seconds below which no decision of the class is, collectives included.
 
-        Nothing that recomputes is faster than the same without.
+        Nothing that recomputes is faster than the same without. Infinite where there is none.
         """
         problem = ChoiceModel(
-            block, timer, whole, region=False, is_sequence_parallel=is_sequence_parallel
+            block,
+            timer,
+            whole,
+            region=False,
+            is_sequence_parallel=is_sequence_parallel,
+            slices=slices,
         ).problem
         fastest = fastest_choice(
             problem, time_limit_s=self.time_limit_s, eliminations=self.eliminations
         )
+        if fastest.status == "infeasible":
+            return math.inf
         # Every cost was rounded up to a tick; the price of a decision rounds its sum once.
         rounded = len(problem.ops) + sum(
             sum(cost is not None for row in link.transitions for cost in row)

@@ -17,8 +17,10 @@ from autoplan import codec
 __all__ = [
     "BlockTrace",
     "CallTrace",
+    "ChangedState",
     "DimensionKind",
     "Gemm",
+    "LostWrite",
     "OpDimensions",
     "OpTrace",
     "ParameterTrace",
@@ -274,6 +276,33 @@ class CallTrace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LostWrite:
+    """A write to what enters a call that somebody misses where it is made to a copy.
+
+    Attributes:
+        writer: the call.
+        reader: a call that reads another view of the same memory; None where the memory is that of
+            a state.
+        value: the view, or the FQN of the state.
+    """
+
+    writer: int
+    reader: int | None
+    value: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedState:
+    """A state that the forward writes to, and the calls that read or write it.
+
+    They belong on one stage: each stage has a copy of its own.
+    """
+
+    fqn: str
+    calls: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """A model with its loss for one micro-batch size.
 
@@ -294,6 +323,8 @@ class Trace:
         notes: what a reader must know (ignored checkpointing, opaque ops, extrapolated depth).
         fingerprint: of the captured program.
         versions: of torch and, where used, transformers.
+        lost_writes: that a plan may make to copies, see `autoplan.shared_writes`.
+        changed: states that the forward writes to.
     """
 
     schema_version: int = 1
@@ -312,6 +343,8 @@ class Trace:
     notes: tuple[str, ...]
     fingerprint: str
     versions: dict[str, str]
+    lost_writes: tuple[LostWrite, ...] = ()
+    changed: tuple[ChangedState, ...] = ()
 
     def without(self, options: Collection[tuple[str, str, str]]) -> Trace:
         """Return the trace without some options of its ops: class, op and axis of each."""

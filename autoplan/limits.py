@@ -6,7 +6,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["LIMITED_KEYS", "Limits", "constraint_texts", "kept_constraints", "make_limits"]
+from autoplan.schedules import SCHEDULES
+
+__all__ = [
+    "FORBIDDABLE",
+    "LIMITED_KEYS",
+    "Limits",
+    "constraint_texts",
+    "kept_constraints",
+    "make_limits",
+]
 
 LIMITED_KEYS = (
     "dp",
@@ -18,6 +27,7 @@ LIMITED_KEYS = (
     "virtual_stages",
     "dp_replicate",
 )
+FORBIDDABLE = (*LIMITED_KEYS, "schedule")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,16 +40,19 @@ class Limits:
     """
 
     within: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    forbidden: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    forbidden: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
 
-    def allows(self, name: str, value: int) -> bool:
+    def allows(self, name: str, value: int | str) -> bool:
         """Return whether a setting may have a value."""
-        low, high = self.within.get(name, (value, value))
-        return low <= value <= high and value not in self.forbidden.get(name, ())
+        if isinstance(value, int) and name in self.within:
+            low, high = self.within[name]
+            if not low <= value <= high:
+                return False
+        return value not in self.forbidden.get(name, ())
 
-    def allows_all(self, values: Mapping[str, int]) -> bool:
-        """Return whether every one of several settings may have its value."""
-        return all(self.allows(name, value) for name, value in values.items())
+    def allows_setting(self, setting: Any) -> bool:
+        """Return whether every one of a setting's values is allowed."""
+        return all(self.allows(name, getattr(setting, name)) for name in FORBIDDABLE)
 
 
 def make_limits(
@@ -49,31 +62,44 @@ def make_limits(
 
     Args:
         within: such as `{"tp": (1, 4)}`, both ends allowed.
-        forbid: such as `{"tp": [8], "zero_stage": 3}`.
+        forbid: such as `{"tp": [8], "zero_stage": 3, "schedule": "zero_bubble"}`.
 
     Raises:
         ValueError: says what was got and what is allowed.
     """
     bounded: dict[str, tuple[int, int]] = {}
     for name, ends in (within or {}).items():
-        _check_name("bound", name)
+        _check_name("bound", name, LIMITED_KEYS)
         numbers = _numbers(f"within[{name!r}]", ends)
         if len(numbers) != 2 or numbers[0] > numbers[1]:
             raise ValueError(
                 f"within[{name!r}] is {ends!r}: give the least and the largest value, as in (1, 4)"
             )
         bounded[name] = (numbers[0], numbers[1])
-    forbidden: dict[str, tuple[int, ...]] = {}
+    forbidden: dict[str, tuple[int | str, ...]] = {}
     for name, values in (forbid or {}).items():
-        _check_name("forbid", name)
-        several = values if isinstance(values, Iterable) else (values,)
-        forbidden[name] = _numbers(f"forbid[{name!r}]", several)
+        _check_name("forbid", name, FORBIDDABLE)
+        is_several = isinstance(values, Iterable) and not isinstance(values, str)
+        several = tuple(values) if is_several else (values,)
+        if name == "schedule":
+            forbidden[name] = _schedules(several)
+        else:
+            forbidden[name] = _numbers(f"forbid[{name!r}]", several)
     return Limits(within=bounded, forbidden=forbidden)
 
 
-def _check_name(verb: str, name: str) -> None:
-    if name not in LIMITED_KEYS:
-        raise ValueError(f"cannot {verb} {name!r}; allowed are {', '.join(LIMITED_KEYS)}")
+def _check_name(verb: str, name: str, allowed: Sequence[str]) -> None:
+    if name not in allowed:
+        raise ValueError(f"cannot {verb} {name!r}; allowed are {', '.join(allowed)}")
+
+
+def _schedules(names: tuple[Any, ...]) -> tuple[str, ...]:
+    wrong = [name for name in names if name not in SCHEDULES[1:]]
+    if wrong or not names:
+        raise ValueError(
+            f"forbid['schedule'] is {names!r}: give one or more of {', '.join(SCHEDULES[1:])}"
+        )
+    return names
 
 
 def _numbers(what: str, values: Any) -> tuple[int, ...]:

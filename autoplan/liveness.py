@@ -87,11 +87,11 @@ def _walked(
 ) -> tuple[BlockMemory, dict[str, int], Gradients]:
     """Return the bytes of a block, what it keeps by owner, and the gradients that leave it."""
     heap = Heap(events[0] if events else None)
-    saved = _all_saved(local)
+    saved = local.saved
     region = recompute.mode in ("full", "selective")
     is_away = recompute.mode == "offload"
     marked = _marked(local, recompute.keep) if region else {}
-    kept_owners = set() if is_away else set(marked) if region else saved
+    kept_owners = set() if is_away else set(marked) if region else set(saved)
     internal = not (region or is_away)
     _run_forward(local, local.ops, heap, kept_owners, marked, internal=internal)
     forward_peak = heap.peak
@@ -142,7 +142,7 @@ def offloaded_bytes(local: LocalBlock) -> int:
 
 def _away_sizes(local: LocalBlock) -> dict[str, int]:
     """Return the bytes of the storages that the block makes and autograd saves, by owner."""
-    saved = _all_saved(local) - set(local.inputs) - set(local.side_inputs)
+    saved = local.saved - set(local.inputs) - set(local.side_inputs)
     sizes = {op.storage: op.nbytes for op in local.ops if op.storage == op.name}
     sizes |= {name: nbytes for op in local.ops for name, nbytes in op.casts}
     return {owner: sizes[owner] for owner in saved if owner in sizes}
@@ -173,7 +173,7 @@ def needed_marks(local: LocalBlock, recompute: Recompute) -> Recompute:
     """
     if recompute.mode != "selective":
         return recompute
-    read = _all_saved(local)
+    read = set(local.saved)
     for op in redone_ops(local, recompute):
         read |= {_storage(local, name) for name in op.inputs}
     keep = tuple(name for name in recompute.keep if _storage(local, name) in read)
@@ -196,15 +196,7 @@ def _rerun_end(local: LocalBlock) -> int:
 
 
 def _storage(local: LocalBlock, name: str) -> str:
-    for op in local.ops:
-        if op.name == name:
-            return op.storage
-    return name
-
-
-def _all_saved(local: LocalBlock) -> set[str]:
-    states = {state.name for state in local.block.states}
-    return {owner for op in local.ops for owner in op.saved if owner not in states}
+    return local.storages.get(name, name)
 
 
 def _marked(local: LocalBlock, keep: Iterable[str]) -> dict[str, int]:
@@ -220,17 +212,6 @@ def _marked(local: LocalBlock, keep: Iterable[str]) -> dict[str, int]:
         if is_held and op.mark_bytes > 0:
             held[op.storage] = op.mark_bytes
     return held
-
-
-def _last_reader(local: LocalBlock) -> dict[str, int]:
-    """Return, per storage owner, the index of the last op that reads any value of it."""
-    storage = {op.name: op.storage for op in local.ops}
-    last: dict[str, int] = {}
-    for index, op in enumerate(local.ops):
-        last[op.storage] = index
-        for name in op.inputs:
-            last[storage.get(name, name)] = index
-    return last
 
 
 def _run_forward(
@@ -250,7 +231,7 @@ def _run_forward(
     stays |= {state.name for state in local.block.states}
     stays |= {_storage(local, name) for name in local.outputs}
     ending: dict[int, list[str]] = {}
-    for owner, index in _last_reader(local).items():
+    for owner, index in local.last_readers.items():
         if owner not in stays:
             ending.setdefault(index, []).append(owner)
     over: set[str] = set()
@@ -299,7 +280,7 @@ def _backward(
     heap.events = events
     if region:
         end = _rerun_end(local)
-        _run_forward(local, local.ops[:end], heap, _all_saved(local) | set(kept), {}, internal=True)
+        _run_forward(local, local.ops[:end], heap, set(local.saved) | set(kept), {}, internal=True)
         for name, nbytes in (cast for op in local.ops[end : end + 1] for cast in op.casts):
             heap.add(name, nbytes)
         _drop_unneeded(local, heap, set(kept) | set(inputs))
@@ -345,7 +326,7 @@ def _backward(
 
 def _drop_unneeded(local: LocalBlock, heap: Heap, there: set[str]) -> None:
     """Drop what the second forward made and no backward needs, when its frame ends."""
-    needed = _all_saved(local) | there
+    needed = local.saved | there
     for owner in [n for n in heap.live if n not in needed and ":" not in n]:
         heap.drop(owner)
 

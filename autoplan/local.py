@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autoplan.graph import BlockTrace, OpTrace, Placement, ShardOption
 from autoplan.redistribution import transition
@@ -70,7 +71,7 @@ class LocalOp:
     unkept_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LocalBlock:
     """A block as one rank runs it.
 
@@ -98,6 +99,27 @@ class LocalBlock:
     state_bytes: Mapping[str, int]
     state_placements: Mapping[str, str]
     axes: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def storages(self) -> Mapping[str, str]:
+        """Return the owner of the storage of each op's result."""
+        return {op.name: op.storage for op in self.ops}
+
+    @cached_property
+    def saved(self) -> frozenset[str]:
+        """Return the owners of what autograd saves, states excluded."""
+        states = {state.name for state in self.block.states}
+        return frozenset(owner for op in self.ops for owner in op.saved if owner not in states)
+
+    @cached_property
+    def last_readers(self) -> Mapping[str, int]:
+        """Return, per storage owner, the index of the last op that reads any value of it."""
+        last: dict[str, int] = {}
+        for index, op in enumerate(self.ops):
+            last[op.storage] = index
+            for name in op.inputs:
+                last[self.storages.get(name, name)] = index
+        return last
 
 
 def axis_option(op: OpTrace, axes: Mapping[str, str]) -> ShardOption:

@@ -76,7 +76,7 @@ def optimize(
             `optimizer`, for shards of parameters, gradients and optimizer state; `activations`, for
             what autograd saves in a block.
         within: bounds of settings, both ends allowed: `{"tp": (1, 4)}`.
-        forbid: values that settings may not have: `{"tp": [8], "zero_stage": 3}`.
+        forbid: values that settings may not have: `{"tp": [8], "schedule": "zero_bubble"}`.
         workers: processes that trace and search at once; None: one per core, 1: this one alone. The
             plan does not depend on it. Where processes cannot be forked, it is 1.
         **pins: fixed settings: dp, tp, pp, zero_stage, microbatch_size, num_microbatches,

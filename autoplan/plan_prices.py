@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autoplan.costs import Pricer
+from autoplan.deferral import stage_backward
 from autoplan.frontiers import Decision
 from autoplan.memory import StageMemory
 from autoplan.settings import Setting
+from autoplan.split_steps import saved_by_block, steps_with_split
 from autoplan.stage_bytes import rank_memory
 from autoplan.step_costs import pipeline_step_s
 
@@ -45,34 +47,25 @@ def plan_price(
         Step time: that of the pipeline and the slowest once-a-step part.
     """
     spans = [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
-    rank_s, weights_s, memories, once = [], [], [], []
-    stage_s = [0.0] * len(spans)
+    memories, once = [], []
+    stages = [_stage_seconds(pricer, setting, s, spans, decisions) for s in range(len(spans))]
+    rank_s = [sum(stage.total_s for stage in stages[r :: setting.pp]) for r in range(setting.pp)]
     totals: dict[str, float] = dict.fromkeys(
         ("compute", "recompute", "tensor_parallel", "zero", "optimizer", "pipeline"), 0.0
     )
     m = setting.num_microbatches
     slowest: tuple[float, dict[str, float]] = (-1.0, {})
-    for rank in range(setting.pp):
+    for rank, seconds in enumerate(rank_s):
         device = pricer.on_stage(setting, rank)
         own = range(rank, len(spans), setting.pp)
-        calls = [call for stage in own for call in spans[stage]]
-        prices = [device.price(c, decisions[c], setting) for c in calls]
-        transfer = 0.0
-        for stage in own:
-            sent_s = _stage_transfer_s(pricer, setting, stage, spans, decisions)
-            transfer += sent_s
-            each = (device.price(c, decisions[c], setting) for c in spans[stage])
-            stage_s[stage] = sum(p.forward_s + p.backward_s for p in each) + sent_s
-        seconds = sum(p.forward_s + p.backward_s for p in prices) + transfer
-        rank_s.append(seconds)
-        weights_s.append(_weights_s(pricer, setting, calls, decisions))
+        prices = [device.price(c, decisions[c], setting) for s in own for c in spans[s]]
         once.append(sum(p.once_s for p in prices))
         by_category = _summed(p.by_category for p in prices)
         if seconds > slowest[0]:
-            slowest = (seconds, {**by_category, "pipeline": transfer})
+            border_s = sum(stages[stage].border_s for stage in own)
+            slowest = (seconds, {**by_category, "pipeline": border_s})
         memories.append(rank_memory(device, setting, rank, spans, decisions))
-    by_stage = stage_s if setting.virtual_stages > 1 else ()
-    pipeline_s = pipeline_step_s(rank_s, setting, weights_s, by_stage)
+    pipeline_s = _pipeline_s(rank_s, stages, setting)
     step = pipeline_s + max(once)
     for name, seconds in slowest[1].items():
         totals[name] = totals.get(name, 0.0) + m * seconds
@@ -116,14 +109,72 @@ def plan_lookups(
     return dict(sorted(counts.items()))
 
 
-def _weights_s(
-    pricer: Pricer, setting: Setting, calls: Sequence[int], decisions: Sequence[Decision]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StageSeconds:
+    """Seconds of one micro-batch on a stage.
+
+    Attributes:
+        forward_s, backward_s: of its blocks.
+        border_s: of transfers and of the host at its borders.
+        weights_s: of the backward, what a split leaves for later.
+        saved_s: sum over its blocks of `split_steps.saved_by_block`.
+    """
+
+    forward_s: float
+    backward_s: float
+    border_s: float
+    weights_s: float
+    saved_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Return forward, backward and borders."""
+        return self.forward_s + self.backward_s + self.border_s
+
+
+def _stage_seconds(
+    pricer: Pricer,
+    setting: Setting,
+    stage: int,
+    spans: Sequence[range],
+    decisions: Sequence[Decision],
+) -> _StageSeconds:
+    device, calls = pricer.on_stage(setting, stage % setting.pp), spans[stage]
+    prices = [device.price(c, decisions[c], setting) for c in calls]
+    weights = [0.0] * len(calls)
+    if setting.schedule == "zero_bubble" and stage_backward(pricer.trace, calls) != "whole":
+        blocks = (device.base(pricer.trace.calls[c].block, decisions[c], setting.tp) for c in calls)
+        weights = [device.deferred_s(block, setting) for block in blocks]
+    return _StageSeconds(
+        forward_s=sum(p.forward_s for p in prices),
+        backward_s=sum(p.backward_s for p in prices),
+        border_s=_stage_transfer_s(pricer, setting, stage, spans, decisions),
+        weights_s=sum(weights),
+        saved_s=sum(
+            saved_by_block(p.forward_s, p.backward_s - w, w)
+            for p, w in zip(prices, weights, strict=True)
+        ),
+    )
+
+
+def _pipeline_s(
+    rank_s: Sequence[float], stages: Sequence[_StageSeconds], setting: Setting
 ) -> float:
-    """Return the seconds of one micro-batch's weight gradients that a split backward defers."""
+    """Return the seconds of all forwards and backwards; borders are half of either."""
+    by_stage = [stage.total_s for stage in stages] if setting.virtual_stages > 1 else ()
+    whole_s = pipeline_step_s(rank_s, setting, by_stage)
     if setting.schedule != "zero_bubble":
-        return 0.0
-    bases = (pricer.base(pricer.trace.calls[c].block, decisions[c], setting.tp) for c in calls)
-    return sum(base.weight_backward_s for base in bases)
+        return whole_s
+    return float(
+        steps_with_split(
+            whole_s,
+            setting,
+            [stage.forward_s + stage.border_s / 2 for stage in stages],
+            [stage.backward_s + stage.border_s / 2 - stage.weights_s for stage in stages],
+            [stage.weights_s for stage in stages],
+            sum(stage.saved_s for stage in stages),
+        )
+    )
 
 
 def _stage_transfer_s(
@@ -140,7 +191,7 @@ def _stage_transfer_s(
         seconds += pricer.sent_s(setting, spans[stage][0], stage - 1, is_sliced)
     if stage < len(spans) - 1:
         seconds += pricer.sent_s(setting, spans[stage + 1][0], stage, is_sliced)
-    return seconds + 2 * pricer.action_s(setting)
+    return seconds + pricer.actions_s(setting)
 
 
 def _summed(parts: Iterable[dict[str, float]]) -> dict[str, float]:

@@ -122,6 +122,7 @@ def _samples(
                 side=stage.side_bytes,
                 entering=stage.entering_bytes,
                 leaving=stage.leaving_bytes,
+                backward=stage.backward,
             )
             for stage in own
         ],

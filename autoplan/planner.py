@@ -29,7 +29,9 @@ from autoplan.bounds import (
 )
 from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
+from autoplan.conventions import Convention
 from autoplan.costs import Pricer
+from autoplan.deferral import splits
 from autoplan.frontiers import Decision, Frontiers
 from autoplan.graph import ParameterTrace, Trace
 from autoplan.interleaving import Alike, alike_run
@@ -41,20 +43,20 @@ from autoplan.plan_prices import plan_lookups, plan_price
 from autoplan.plan_writer import write_plan
 from autoplan.scaling import interpolate
 from autoplan.search.candidates import Candidate
-from autoplan.search.forks import by_two, usable_cores
+from autoplan.search.forks import Beside, usable_cores
 from autoplan.search.mesh import MeshResult, Progress, search_settings
 from autoplan.search.problem import PipelineSolution
 from autoplan.setting_problem import pipeline_problem
+from autoplan.setting_rules import broken_rules
 from autoplan.setting_solver import Posed, relaxation_bound, solve_setting
 from autoplan.settings import (
     NO_LIMITS,
     Setting,
     Workload,
-    broken_rules,
     check_pins,
     settings_of,
 )
-from autoplan.stage_ends import holders
+from autoplan.stage_ends import most_stages
 from autoplan.tracer import trace
 
 __all__ = ["Planner", "make_planner"]
@@ -62,6 +64,7 @@ __all__ = ["Planner", "make_planner"]
 _TRACED_ROWS = (2, 4)
 _FRONTIER_ROWS = (1, 4)
 _WORTH_A_PROCESS_S = 0.2
+_WORTH_A_PROCESS_MODULES = 50  # smaller models take less than starting one
 _MOST_WORKERS = 8
 
 
@@ -111,8 +114,8 @@ class Planner:
     workers: int | None = None
     _elsewhere: set[int] = field(default_factory=set)
     _usable: dict[int, Trace] = field(default_factory=dict)
-    posed: dict[tuple[Setting, bool, bool], Posed] = field(default_factory=dict)
-    least: dict[tuple[Setting, bool], LeastCalls] = field(default_factory=dict)
+    posed: dict[tuple[Setting, Convention, bool], Posed] = field(default_factory=dict)
+    least: dict[tuple[Setting, Convention], LeastCalls] = field(default_factory=dict)
     state_bytes: int | None = None
     strided: list[ParameterTrace] | None = None
 
@@ -152,24 +155,45 @@ class Planner:
         )
 
     def trace_ahead(self) -> None:
-        """Trace the sizes that the settings need, by two processes if they are worth it."""
-        settings = self.settings()
-        sizes = {setting.microbatch_size for setting in settings}
+        """Trace the sizes that settings need, the larger ones in a process beside this one.
 
-        def bound(found: Mapping[int, Trace]) -> None:
+        Which settings there are follows from the smallest trace. The process starts before that is
+        there, so what it finds may not be needed. This one prepares the search while it waits.
+        """
+        beside = self._traced_beside()
+        try:
+            settings = self.settings()
+            sizes = {setting.microbatch_size for setting in settings}
+            if beside is None or max(sizes) == 1:
+                return
+            self._look_ahead(settings, beside.is_done)
+            begun = time.perf_counter()
+            found = beside.result()
             self._exact.update(found)
-            for setting in settings:
-                if setting.microbatch_size in self._exact:
-                    ops_bound(self, setting)
+            self._elsewhere.update(found)
+            self.trace_time_s += time.perf_counter() - begun
+        finally:
+            if beside is not None:
+                beside.end()
 
-        exact = {size for size in sizes if size <= _TRACED_ROWS[1]}
-        missing = sorted(exact.union(_TRACED_ROWS if exact != sizes else ()) - self._exact.keys())
-        if self.wants_processes():
-            start = time.perf_counter()
-            traces, elsewhere = by_two(self._capture, missing, bound)
-            self._exact.update(traces)
-            self._elsewhere.update(elsewhere)
-            self.trace_time_s += time.perf_counter() - start
+    def _traced_beside(self) -> Beside[dict[int, Trace]] | None:
+        """Start to trace larger sizes in a process of its own; None where it is not worth it."""
+        most = self.workload.global_batch_size // self.pins.get("dp", 1)
+        missing = [rows for rows in _TRACED_ROWS if rows <= most and rows not in self._exact]
+        is_large = sum(1 for _ in self.model.modules()) > _WORTH_A_PROCESS_MODULES
+        if not missing or not is_large or "microbatch_size" in self.pins or self.num_workers() == 1:
+            return None
+        return Beside(lambda: {rows: self._capture(rows) for rows in missing})
+
+    def _look_ahead(self, settings: Sequence[Setting], is_over: Callable[[], bool]) -> None:
+        """Bound settings of what is traced, as the search will, until something is over."""
+        ready = [setting for setting in settings if setting.microbatch_size in self._exact]
+        for bound in (ops_bound, blocks_bound, frontiers_bound):
+            for setting in sorted(ready, key=lambda one: ops_bound(self, one)):
+                if is_over():
+                    return
+                if static_reason(self, setting) is None:
+                    bound(self, setting)
 
     def wants_processes(self) -> bool:
         """Return whether there are several, and the model takes so long that they are worth it."""
@@ -234,7 +258,7 @@ class Planner:
             ValueError: the pins or the batch leave none; says which numbers would do.
         """
         trace = self.smallest_trace()
-        num_blocks = sum(holders(trace))
+        num_blocks = most_stages(trace)
         found = list(
             settings_of(
                 self.cluster,
@@ -243,6 +267,7 @@ class Planner:
                 self.pins,
                 limits=self.limits,
                 num_alike=len(alike_run(trace).calls),
+                can_split=splits(trace),
             )
         )
         if not found:
@@ -307,7 +332,8 @@ class Planner:
         self, setting: Setting, solution: PipelineSolution
     ) -> tuple[tuple[int, ...], list[Decision]]:
         """Return stage ends and one decision per call of a solution."""
-        per_call = pipeline_problem(self, setting, bool(solution.variant)).per_call
+        conventions = self.pricer(setting.microbatch_size).conventions(setting.tp)
+        per_call = pipeline_problem(self, setting, conventions[solution.variant]).per_call
         chosen = [
             decisions[option] for decisions, option in zip(per_call, solution.options, strict=True)
         ]

@@ -57,8 +57,10 @@ def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
 
 def parse_limits(
     within: Sequence[str], forbid: Sequence[str]
-) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int | str, ...]]]:
     """Return bounds from texts such as `tp=1..4` and forbidden values from ones such as `tp=8`.
+
+    A forbidden schedule is a word, as in `schedule=zero_bubble`.
 
     Raises:
         ValueError: a text has another form; says which it should have.
@@ -69,13 +71,14 @@ def parse_limits(
         if found is None:
             raise ValueError(f"--within {text!r}: write name=least..largest, as in tp=1..4")
         bounds[found[1]] = (int(found[2]), int(found[3]))
-    forbidden: dict[str, tuple[int, ...]] = {}
+    forbidden: dict[str, tuple[int | str, ...]] = {}
     for text in forbid:
-        found = re.fullmatch(r"(\w+)=(\d+(?:,\d+)*)", text)
+        found = re.fullmatch(r"(\w+)=(\d+(?:,\d+)*)|(schedule)=(\w+(?:,\w+)*)", text)
         if found is None:
             raise ValueError(f"--forbid {text!r}: write name=value or name=value,value as in tp=8")
-        numbers = tuple(int(number) for number in found[2].split(","))
-        forbidden[found[1]] = (*forbidden.get(found[1], ()), *numbers)
+        name, values = found[1] or found[3], (found[2] or found[4]).split(",")
+        several = tuple(int(value) if found[1] else value for value in values)
+        forbidden[name] = (*forbidden.get(name, ()), *several)
     return bounds, forbidden
 
 

@@ -34,7 +34,7 @@ from autoplan.stages import (
     slice_program,
     stage_function,
 )
-from autoplan.step_buffers import StepBuffers, changed_states
+from autoplan.step_buffers import StepBuffers, changed_by
 from autoplan.step_means import StepMeans, find_denominators
 from autoplan.tensor_parallel import lower_calls, whole_calls
 from autoplan.ties import Tie, make_ties
@@ -94,7 +94,7 @@ class RankEmission:
         group = axis_of(self.mesh, "dp").get_group() if self.mesh is not None else None
         means = self._means(stage, root, group)
         calls = self._bind_calls(stage, root, means)
-        buffers = StepBuffers.of(root, changed_states(program, stage), group)
+        buffers = StepBuffers.of(root, changed_by(program, stage), group)
         source = self._set_function(stage, root, calls, buffers)
         part = StagePart(
             root=root,

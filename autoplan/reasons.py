@@ -17,9 +17,12 @@ from torch import nn
 
 from autoplan.errors import InfeasibleError, SearchLimitError
 from autoplan.limits import constraint_texts
+from autoplan.meshes import AXIS_ORDERS
 from autoplan.plan import Plan
-from autoplan.settings import broken_rules, check_pins
-from autoplan.stage_ends import holders
+from autoplan.schedules import SCHEDULES
+from autoplan.setting_rules import broken_rules
+from autoplan.settings import check_pins
+from autoplan.stage_ends import most_stages
 from autoplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -139,7 +142,7 @@ def _solved(
         for name in (key.split()[1],)
         if name in settings and not asked.limits.allows(name, settings[name])
     ]
-    num_blocks = sum(holders(planner.smallest_trace()))
+    num_blocks = most_stages(planner.smallest_trace())
     conflict += broken_rules(planner.cluster, planner.workload, num_blocks, planner.pins)
     if conflict:
         reasons = tuple(dict.fromkeys(conflict))
@@ -187,7 +190,6 @@ def _slower(plan: Plan, other: Plan, wanted: str) -> WhyNot:
 
 def _recorded(plan: Plan, settings: Mapping[str, Any], wanted: str) -> WhyNot:
     """Return the reason that the outcomes of the search give."""
-    names = {"zero_stage": "zero", "microbatch_size": "mbs", "num_microbatches": "m"}
     if "recompute" in settings:
         return WhyNot(
             kind="unknown",
@@ -196,8 +198,8 @@ def _recorded(plan: Plan, settings: Mapping[str, Any], wanted: str) -> WhyNot:
         )
     matching = {}
     for name, outcome in plan.search.outcomes.items():
-        values = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", name)}
-        if all(values[names.get(key, key)] == value for key, value in settings.items()):
+        values = _named_values(name)
+        if all(values[key] == value for key, value in settings.items()):
             matching[name] = outcome
     if not matching:
         limits = f" under {', '.join(plan.search.constraints)}" if plan.search.constraints else ""
@@ -215,3 +217,18 @@ def _recorded(plan: Plan, settings: Mapping[str, Any], wanted: str) -> WhyNot:
         kind = "unknown"
     more = f" (the nearest of {len(matching)} such settings)" if len(matching) > 1 else ""
     return WhyNot(kind=kind, text=f"{wanted}: {nearest}{more}: {reason}")
+
+
+def _named_values(name: str) -> dict[str, Any]:
+    """Return the settings that the name of one says, by their own names."""
+    short = {"zero": "zero_stage", "mbs": "microbatch_size", "m": "num_microbatches"}
+    short["v"] = "virtual_stages"
+    values: dict[str, Any] = {"virtual_stages": 1, "dp_replicate": 1}
+    for key, value in re.findall(r"(\w+)=(\d+)", name):
+        values[short.get(key, key)] = int(value)
+    words = [word for word in name.split() if "=" not in word]
+    usual = "interleaved" if values["virtual_stages"] > 1 else "1f1b"
+    schedule = next((word for word in words if word in SCHEDULES), usual)
+    values["schedule"] = schedule if values["pp"] > 1 else "none"
+    values["axis_order"] = next((word for word in words if word in AXIS_ORDERS), AXIS_ORDERS[0])
+    return values

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.bounds import most_bytes, static_need, unrunnable_reason
 from autoplan.cluster import Cluster
+from autoplan.conventions import Convention
 from autoplan.costs import Pricer
 from autoplan.errors import AutoplanError, InfeasibleError
 from autoplan.frontiers import Decision
@@ -105,8 +106,8 @@ def _least_of(planner: Planner, setting: Setting) -> Least:
     pricer = planner.pricer(setting.microbatch_size)
     ends = even_stage_ends(pricer.trace, setting.pp * setting.virtual_stages)
     found = []
-    for is_sliced in pricer.borders(setting.tp):
-        decisions = _leanest(pricer, setting, is_sliced)
+    for convention in pricer.conventions(setting.tp):
+        decisions = _leanest(pricer, setting, convention)
         found.append(
             [_stage_of(pricer, setting, ends, decisions, rank) for rank in range(setting.pp)]
         )
@@ -159,7 +160,7 @@ def _stage_of(
     )
 
 
-def _leanest(pricer: Pricer, setting: Setting, is_sliced: bool) -> tuple[Decision, ...]:
+def _leanest(pricer: Pricer, setting: Setting, convention: Convention) -> tuple[Decision, ...]:
     """Return per call the decision with which all calls together need least.
 
     What calls keep adds up, what they work with does not: for every amount of working memory that
@@ -171,7 +172,7 @@ def _leanest(pricer: Pricer, setting: Setting, is_sliced: bool) -> tuple[Decisio
         index: [
             (live * option.kept + option.static, option.working, decision)
             for decision in pricer.decisions(
-                pricer.trace.calls[calls[0]].block, setting.tp, is_sequence_parallel=is_sliced
+                pricer.trace.calls[calls[0]].block, setting.tp, convention
             )
             for option in (block_option(pricer, calls[0], decision, setting, live),)
         ]

@@ -152,6 +152,21 @@ def _decisions(plan: Plan) -> Iterator[str]:
             sharded = {k: v for k, v in layout.parameters.items() if v != "R"}
             text = ", ".join(f"{k} {v}" for k, v in sharded.items()) or "all replicated"
             yield f"  {name}: {text}"
+        yield from _shared(plan)
+
+
+def _shared(plan: Plan) -> Iterator[str]:
+    """Yield how parameters that several calls have lie: the same for each of them."""
+    stored: dict[str, str] = {}
+    for stage in plan.stages:
+        for block in stage.blocks:
+            for key, text in plan.placements[block.placements].parameters.items():
+                stored.setdefault(f"{block.fqn}.{key}" if block.fqn else key, text)
+                stored.setdefault(key, text)
+    for group in plan.shared:
+        text = next((stored[name] for name in group if name in stored), "R")
+        how = "whole on every rank" if text == "R" else f"in slices {text}"
+        yield f"  one parameter, {how}: {' = '.join(group)}"
 
 
 def _simpler(plan: Plan) -> Iterator[tuple[str, str, str, str, str]]:

@@ -319,10 +319,12 @@ class ParallelModule(nn.Module):
         self, named: Mapping[str, torch.Tensor], *, all_names: bool
     ) -> dict[str, torch.Tensor]:
         own: dict[str, torch.Tensor] = {}
+        scalars = self.__dict__["_root"].scalars
         for name, tensor in named.items():
             first = self._aliases.get(name, name)
             if first not in own:
-                own[first] = gathered(tensor).detach().cpu().clone()
+                whole = gathered(tensor).detach().cpu().clone()
+                own[first] = whole.reshape(()) if name in scalars else whole
         if self.plan.mesh.pp > 1:
             assert self.mesh is not None, "a pipeline has a mesh"
             parts: list[Any] = [None] * self.plan.mesh.pp

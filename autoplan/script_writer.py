@@ -50,7 +50,7 @@ from autoplan.standalone import (
     build_stage,
     make_mesh,
 )
-from autoplan.step_buffers import changed_states
+from autoplan.step_buffers import changed_by
 from autoplan.step_means import Denominator, StepMeans, StepValue, find_denominators
 from autoplan.tensor_parallel import lower_stage, slices_read, stored_placements
 from autoplan.training import global_batch, make_optimizer
@@ -210,7 +210,7 @@ class _Script:
             "inputs": repr(crossing_metas(program, stage.inputs, dtype, slices=slices)),
             "outputs": repr(crossing_metas(program, stage.outputs, dtype, slices=slices)),
             "computes_loss": repr(program.loss in stage.outputs),
-            "changed": repr(changed_states(program, stage)),
+            "changed": repr(changed_by(program, stage)),
             "denominators": repr(tuple(found)) if found else "",
             "read": read,
             "values": "{" + ", ".join(f"{key}: {n}" for n, key in self.values.items()) + "}"

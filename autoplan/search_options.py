@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autoplan.conventions import Convention
 from autoplan.costs import Pricer
 from autoplan.frontiers import Decision
 from autoplan.resident import static_bytes, uses_fsdp
@@ -45,6 +46,8 @@ def _make_option(
     wrapped = uses_fsdp(setting, pricer.workload.mixed_precision != "none")
     resident = static.parameters + static.optimizer
     grads, kept = static.gradients, memory.kept
+    if setting.schedule == "zero_bubble":  # held until its gradients of parameters are there
+        kept += block.deferred_bytes
     working = max(
         memory.backward_peak - memory.kept,
         block.input_bytes + memory.forward_peak - memory.kept,
@@ -84,13 +87,28 @@ def _make_option(
 
 
 def least_option(
-    pricer: Pricer, call: int, decisions: Sequence[Decision], setting: Setting
+    pricer: Pricer, call: int, convention: Convention, setting: Setting
 ) -> BlockOption:
-    """Return an option that no decision beats in time, once and static memory.
+    """Return an option that no decision under a convention beats in time, once and static memory.
 
     Nothing of it needs a walk of what the decisions keep, so it is cheap.
     """
     shared = _shared(pricer, call, setting)
+    block = pricer.trace.calls[call].block
+    key = (block, convention.is_sequence_parallel, convention.of(block), setting, shared)
+    if key not in pricer.options:
+        decisions = pricer.decisions(block, setting.tp, convention)
+        pricer.options[key] = _least_of(pricer, call, decisions, setting, shared)
+    return pricer.options[key]
+
+
+def _least_of(
+    pricer: Pricer,
+    call: int,
+    decisions: Sequence[Decision],
+    setting: Setting,
+    shared: frozenset[str],
+) -> BlockOption:
     time, once, static = [], [], []
     for decision in decisions:
         price = pricer.price(call, decision, setting)

@@ -18,6 +18,7 @@ from autoplan.op_facts import (
     is_random,
     mutates_input,
     storage_owners,
+    written_inputs,
     written_values,
 )
 from autoplan.program import (
@@ -77,6 +78,7 @@ def build_program(
     Raises:
         NotAChain: a shortened run cannot be put back.
     """
+    flat = _writing_states(flat)
     side, body = _alive(*_merge_equal(*_split_side(flat)), flat.loss)
     segments = find_segments(body, flat.stacks, flat.parameters, model)
     graphs: list[BlockGraph] = []
@@ -111,6 +113,25 @@ def build_program(
         autocast=autocast,
         notes=(*notes, *flat.notes, *_state_notes(flat)),
     )
+
+
+def _writing_states(flat: FlatProgram) -> FlatProgram:
+    """Return the program with writes to what an op in place made of a state as writes to the state.
+
+    It is the same tensor. A buffer that several blocks change (of one norm in all of them) would
+    enter all but the first as a value, and these would write to a copy of it under some plans.
+    """
+    same: dict[str, str] = {}
+    ops = []
+    for op in flat.ops:
+        written = written_inputs(op)
+        op = _renamed(op, {name: same[name] for name in written if name in same})
+        ops.append(op)
+        first = same.get(written[0], written[0]) if len(written) == 1 else ""
+        is_result = first in flat.states and storage_owners([op]).get(op.name) == first
+        if is_result and op.meta == flat.state_metas[first]:
+            same[op.name] = first
+    return replace(flat, ops=tuple(ops))
 
 
 def _state_notes(flat: FlatProgram) -> tuple[str, ...]:

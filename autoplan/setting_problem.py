@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autoplan.cluster import Cluster
+from autoplan.conventions import WHOLE, Convention
 from autoplan.costs import Pricer
 from autoplan.frontiers import Decision
 from autoplan.graph import Trace
 from autoplan.interleaving import Alike, Counts, rank_ends, stage_counts
+from autoplan.schedules import MULTI_STAGE
 from autoplan.search.problem import SLOWNESS_UNIT, BlockOption, PipelineProblem, Run
 from autoplan.search_options import alike, block_option
 from autoplan.settings import Setting
+from autoplan.split_steps import saved_at_most, saved_by_block
 from autoplan.stage_bytes import batch_bytes, side_bytes
-from autoplan.stage_ends import even_stage_ends, holders
-from autoplan.units import to_ticks
+from autoplan.stage_ends import even_stage_ends, holders, joined_calls
+from autoplan.units import TICK_S, to_ticks
 
 if TYPE_CHECKING:
     from autoplan.planner import Planner
 
-__all__ = ["SettingProblem", "borders_s", "even_ends_of", "pipeline_problem", "stage_clusters"]
+__all__ = [
+    "SettingProblem",
+    "borders_s",
+    "even_ends_of",
+    "pipeline_problem",
+    "split_saving",
+    "stage_clusters",
+    "usable_decisions",
+]
 
 _GRAIN_BITS = 12  # a stage's time is rounded up by 2**-12 of it at most, 0.025 %
 _ONCE_GRAIN_BITS = 10  # what is paid once a step by 2**-10 of the step at most, 0.1 %
@@ -30,7 +42,7 @@ _MOST_EXACT_BLOCKS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingProblem:
-    """What a setting asks of level 2 where activations cross borders of blocks in one way.
+    """What a setting asks of level 2 under one convention.
 
     Attributes:
         problem: with the capacities of the devices.
@@ -46,34 +58,66 @@ class SettingProblem:
 
 
 def pipeline_problem(
-    planner: Planner, setting: Setting, is_sequence_parallel: bool = False
+    planner: Planner, setting: Setting, convention: Convention = WHOLE
 ) -> SettingProblem:
-    """Return the pipeline problem of a setting.
+    """Return the pipeline problem of a setting under a convention.
 
-    With `is_sequence_parallel` activations cross the borders of blocks, and of stages, as slices
-    of tokens, one per tensor-parallel rank.
+    As activations cross the borders of blocks, they cross those of stages.
     """
     pricer = planner.pricer(setting.microbatch_size)
     per_call = [
-        pricer.decisions(call.block, setting.tp, is_sequence_parallel=is_sequence_parallel)
-        for call in pricer.trace.calls
+        usable_decisions(pricer, call.block, setting, convention) for call in pricer.trace.calls
     ]
     options = _options(pricer, setting, per_call)
     run = planner.alike_run(setting.microbatch_size)
-    posed, saved = options, 0
+    posed, saved, v = options, 0, setting.virtual_stages
     counts: Counts = ()
-    if setting.virtual_stages > 1:
+    if v > 1:
         least = [min(o.forward + o.backward for o in own) for own in options]
-        counts = stage_counts(run, least, setting.pp, setting.virtual_stages)
+        counts = stage_counts(run, least, setting.pp, v)
         posed, saved = _thinned(run, options, counts)
     fastest = [decisions[0] for decisions in per_call]
-    problem = _pipeline(planner, setting, _runs(pricer.trace, posed), fastest, is_sequence_parallel)
+    is_sliced = convention.is_sequence_parallel
+    problem = _pipeline(planner, setting, _runs(pricer.trace, posed), fastest, is_sliced)
     return SettingProblem(
-        problem=replace(problem, cut_allowed=_cuts(planner, setting, counts), constant=-saved),
+        problem=replace(
+            problem,
+            cut_allowed=_cuts(planner, setting, counts),
+            constant=-saved - split_saving(pricer, setting, convention) * v,
+        ),
         per_call=per_call,
         options=options,
         counts=counts,
     )
+
+
+def usable_decisions(
+    pricer: Pricer, block: int, setting: Setting, convention: Convention
+) -> tuple[Decision, ...]:
+    """Return the decisions of a block class that a setting can run, fastest first.
+
+    What is recomputed, or comes back from the host, cannot be where backwards are split.
+    """
+    found = pricer.decisions(block, setting.tp, convention)
+    if setting.schedule != "zero_bubble":
+        return found
+    return tuple(decision for decision in found if decision.recompute.mode == "none")
+
+
+def split_saving(pricer: Pricer, setting: Setting, convention: Convention) -> int:
+    """Return ticks that a step is shorter at most because backwards are split."""
+    if setting.schedule != "zero_bubble":
+        return 0
+    total = 0.0
+    for calls in alike(pricer, setting):
+        block = pricer.trace.calls[calls[0]].block
+        most = 0.0
+        for decision in usable_decisions(pricer, block, setting, convention):
+            price = pricer.price(calls[0], decision, setting)
+            later = pricer.deferred_s(pricer.base(block, decision, setting.tp), setting)
+            most = max(most, saved_by_block(price.forward_s, price.backward_s - later, later))
+        total += most * len(calls)
+    return math.ceil(saved_at_most(total, setting) / TICK_S)
 
 
 def _runs(trace: Trace, options: Sequence[tuple[BlockOption, ...]]) -> tuple[Run, ...]:
@@ -203,7 +247,7 @@ def _pipeline(
     fixed, boundary = [], []
     crossing_s: tuple[float, ...] = ()
     v = setting.virtual_stages
-    own_s = [2 * pricer.action_s(setting)] * setting.pp
+    own_s = [pricer.actions_s(setting)] * setting.pp
     if v > 1:  # stages are cut between alike blocks, where the same crosses everywhere
         run = planner.alike_run(setting.microbatch_size).calls
         own_s = borders_s(pricer, setting, run.start + 1, is_sliced)
@@ -229,6 +273,7 @@ def _pipeline(
         grain=grain,
         once_grain=once_grain,
         anchors=holders(pricer.trace) if setting.pp > 1 else (),
+        together=joined_calls(pricer.trace) if setting.pp > 1 else (),
     )
 
 
@@ -240,7 +285,7 @@ def borders_s(pricer: Pricer, setting: Setting, cut: int, is_sliced: bool) -> li
     return [
         (sends[rank] * v if rank < pp - 1 else around)
         + (sends[rank - 1] * v if rank > 0 else around)
-        + 2 * v * pricer.action_s(setting)
+        + v * pricer.actions_s(setting)
         for rank in range(pp)
     ]
 
@@ -289,7 +334,7 @@ def _transfer_copies(setting: Setting, stage: int, live: int) -> int:
     gradient on its way back; see docs/design/memory-of-fsdp.md.
     """
     m = setting.num_microbatches
-    if setting.virtual_stages > 1:
+    if setting.schedule in MULTI_STAGE:
         # At most: rings are as large as two rounds, sent gradients as one.
         return max(0, 2 * setting.pp - live) + 1 + setting.pp + 2 + live
     entering = (m if setting.schedule == "gpipe" else live) - live + 1 if stage > 0 else 0

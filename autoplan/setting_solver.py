@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from autoplan.bounds import convention_bound, least_bound
+from autoplan.conventions import Convention
 from autoplan.interleaving import dealt, paced
 from autoplan.plan_prices import plan_price
 from autoplan.search.candidates import NOTHING_FITS, Refinement
@@ -17,6 +19,7 @@ from autoplan.search.pipeline import relaxed_bound, solve_pipeline
 from autoplan.search.problem import PipelineProblem, PipelineSolution, Status
 from autoplan.setting_problem import SettingProblem, even_ends_of, pipeline_problem, stage_clusters
 from autoplan.settings import Setting
+from autoplan.split_cuts import cuts_by_lists
 from autoplan.stage_bytes import rank_memory
 from autoplan.units import to_ticks
 
@@ -31,7 +34,7 @@ _DEALT = 0.005  # by which stages may make a step longer than ranks' shares: wha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Posed:
-    """The problem of a setting for one way in which activations cross borders of blocks.
+    """The problem of a setting under one convention.
 
     Attributes:
         asked: the problem, with the capacities of the devices.
@@ -46,11 +49,11 @@ class Posed:
     known: KnownStages
 
 
-def _posed(planner: Planner, setting: Setting, is_sequence_parallel: bool) -> Posed:
+def _posed(planner: Planner, setting: Setting, convention: Convention) -> Posed:
     """Return the problem of a setting, posed once."""
-    key = (setting, is_sequence_parallel, planner.even_cuts)
+    key = (setting, convention, planner.even_cuts)
     if key not in planner.posed:
-        asked = pipeline_problem(planner, setting, is_sequence_parallel)
+        asked = pipeline_problem(planner, setting, convention)
         calibrated = _calibrated(planner, setting, asked)
         bound = relaxed_bound(replace(asked.problem, capacity=calibrated))
         planner.posed[key] = Posed(
@@ -76,10 +79,11 @@ def solve_setting(
     best: PipelineSolution | None = None
     bounds: list[int] = []
     is_final = True
-    for is_sliced in reversed(pricer.borders(setting.tp)):
-        # Whole activations are simpler, so they win where both are as fast.
+    conventions = pricer.conventions(setting.tp)
+    for variant in reversed(range(len(conventions))):
+        # Simpler conventions come last, so they win where both are as fast.
         below = cutoff if best is None else best.objective + 1
-        solution = _solve_borders(planner, setting, is_sliced, below, time_limit_s)
+        solution = _solve_convention(planner, setting, variant, below, time_limit_s)
         if solution.status != "infeasible":
             bounds.append(solution.bound)
             is_final &= solution.is_final or solution.status == "optimal"
@@ -96,32 +100,28 @@ def solve_setting(
     return replace(best, status=status, bound=bound, is_final=is_final)
 
 
-def _solve_borders(
-    planner: Planner,
-    setting: Setting,
-    is_sequence_parallel: bool,
-    cutoff: int | None,
-    time_limit_s: float,
+def _solve_convention(
+    planner: Planner, setting: Setting, variant: int, cutoff: int | None, time_limit_s: float
 ) -> PipelineSolution:
-    """Return the best cuts and options where activations cross the borders of blocks in one way."""
-    posed = _posed(planner, setting, is_sequence_parallel)
+    """Return the best cuts and options under one of the conventions."""
+    convention = planner.pricer(setting.microbatch_size).conventions(setting.tp)[variant]
+    first = convention_bound(planner, setting, convention)
+    if first.infeasible is not None or (cutoff is not None and first.bound >= cutoff):
+        return _without(cutoff)
+    posed = _posed(planner, setting, convention)
     if posed.bound is None or (cutoff is not None and posed.bound >= cutoff):
         return _without(cutoff)
     for capacity in dict.fromkeys((posed.calibrated, posed.asked.problem.capacity)):
         solution, is_first = _repaired(planner, setting, posed, capacity, cutoff, time_limit_s)
         if solution.options or is_first:
             break
-    return replace(solution, variant=int(is_sequence_parallel))
+    return replace(solution, variant=variant)
 
 
 def relaxation_bound(planner: Planner, setting: Setting) -> Refinement:
     """Return a bound from the best cuts of a relaxation of each stage, or why nothing fits."""
-    borders = planner.pricer(setting.microbatch_size).borders(setting.tp)
-    found = [_posed(planner, setting, is_sliced).bound for is_sliced in borders]
-    bounds = [bound for bound in found if bound is not None]
-    if not bounds:
-        return Refinement(infeasible=NOTHING_FITS)
-    return Refinement(bound=min(bounds))
+    bound = least_bound(planner, setting, lambda own: _posed(planner, setting, own).bound)
+    return Refinement(infeasible=NOTHING_FITS) if bound is None else Refinement(bound=bound)
 
 
 def _repaired(
@@ -151,9 +151,7 @@ def _repaired(
             excess = excess or over
         if fitting:
             step_time_s, solution = min(fitting, key=lambda one: one[0])
-            if setting.virtual_stages > 1:
-                solution = _as_dealt(solution, step_time_s, cutoff)
-            return solution, False
+            return _as_priced(planner, setting, posed, solution, step_time_s, cutoff), False
         # Below what this answer takes by the linear memory, or the same answer would come again.
         linear = [cost.memory for cost in stage_costs(problem, found.ends, found.options)]
         capacity = tuple(
@@ -185,6 +183,58 @@ def _without(cutoff: int | None) -> PipelineSolution:
     return PipelineSolution(
         status="infeasible", ends=(), options=(), objective=0, bound=cutoff or 0
     )
+
+
+def _as_priced(
+    planner: Planner,
+    setting: Setting,
+    posed: Posed,
+    solution: PipelineSolution,
+    step_time_s: float,
+    cutoff: int | None,
+) -> PipelineSolution:
+    """Return a solution with the time that it takes, and a better one where the lists know it."""
+    if setting.virtual_stages == 1 and setting.schedule != "zero_bubble":
+        return solution
+    found = _as_dealt(solution, step_time_s, cutoff)
+    is_decided = all(len(own) == 1 for own in posed.asked.options)
+    if found.status in ("optimal", "infeasible") or not is_decided:
+        return found
+    objective = max(solution.objective, to_ticks(step_time_s))
+    best = replace(solution, objective=objective, bound=objective, status="optimal", is_final=True)
+    if setting.virtual_stages == 1:
+        listed = _by_lists(planner, setting, posed, best, cutoff)
+        if listed is None:
+            return found
+        best = listed
+    # With several stages a rank there is one way to cut, so nothing is left to decide.
+    return best if cutoff is None or best.objective < cutoff else _without(cutoff)
+
+
+def _by_lists(
+    planner: Planner,
+    setting: Setting,
+    posed: Posed,
+    best: PipelineSolution,
+    cutoff: int | None,
+) -> PipelineSolution | None:
+    """Return the fastest of all cuts by the lists, or None if there are too many to look at."""
+    pricer, asked = planner.pricer(setting.microbatch_size), posed.asked
+    limit = best.objective if cutoff is None else min(best.objective, cutoff)
+    problem = replace(asked.problem, capacity=posed.calibrated)
+    listed = cuts_by_lists(planner, setting, asked, problem, limit)
+    if listed is None:
+        return None
+    totals = [cluster.total_bytes for cluster in stage_clusters(planner.cluster, setting)]
+    chosen = [decisions[0] for decisions in asked.per_call]
+    for ticks, ends in listed:
+        if ticks >= limit:
+            break
+        price = plan_price(pricer, setting, ends, chosen)
+        if all(m.peak <= total for m, total in zip(price.memory, totals, strict=True)):
+            objective = min(best.objective, to_ticks(price.step_time_s))
+            return replace(best, ends=ends, objective=objective, bound=objective)
+    return best
 
 
 def _as_dealt(

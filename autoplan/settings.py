@@ -15,7 +15,7 @@ from autoplan.graph import Trace
 from autoplan.limits import LIMITED_KEYS, Limits
 from autoplan.meshes import AXIS_ORDERS, AxisOrder
 from autoplan.optimizers import Optimizer
-from autoplan.schedules import MULTI_STAGE, enough_rounds, in_flight
+from autoplan.schedules import MULTI_STAGE, enough_rounds, in_flight, unrunnable_split
 
 __all__ = [
     "NO_LIMITS",
@@ -23,7 +23,6 @@ __all__ = [
     "PIN_KEYS",
     "Setting",
     "Workload",
-    "broken_rules",
     "check_pins",
     "settings_of",
 ]
@@ -153,12 +152,11 @@ class Setting:
 
 _CHUNKS = (2, 4, 8)  # stages a rank that are tried beside those that divide the alike blocks
 _SCHEDULES = ("none", "1f1b", "gpipe", "interleaved", "zero_bubble")
-_SEARCHED = ("1f1b", "gpipe", "interleaved")
 _USUAL_SCHEDULES = ("none", "1f1b", "interleaved")  # these need no word beside pp and v
 _WORDS = {
     "recompute": ("none", "full", "selective"),
     "axis_order": AXIS_ORDERS,
-    "schedule": _SEARCHED,
+    "schedule": _SCHEDULES[1:],
 }
 _ARGUMENTS = ("batch", "batch_dim", "global_batch_size", "loss_fn", "optimizer", "within", "forbid")
 
@@ -176,10 +174,7 @@ def check_pins(pins: Mapping[str, Any]) -> None:
             raise ValueError(f"cannot pin {key!r}{hint}; allowed are {', '.join(PIN_KEYS)}")
         if key in _WORDS:
             if value not in _WORDS[key]:
-                raise ValueError(
-                    f"{key}={value!r}; allowed are {', '.join(_WORDS[key])}"
-                    + (" (autoplan.estimate prices zero_bubble too)" * (key == "schedule"))
-                )
+                raise ValueError(f"{key}={value!r}; allowed are {', '.join(_WORDS[key])}")
         elif not isinstance(value, int) or isinstance(value, bool) or value < (key != "zero_stage"):
             least = int(key != "zero_stage")
             raise ValueError(f"{key}={value!r}: must be a whole number of at least {least}")
@@ -196,6 +191,7 @@ def settings_of(
     limits: Limits = NO_LIMITS,
     devices: int | None = None,
     num_alike: int = 0,
+    can_split: bool = False,
 ) -> Iterator[Setting]:
     """Yield every setting of the space that obeys the rules, the pins and the limits.
 
@@ -204,12 +200,14 @@ def settings_of(
     microbatch_size; 1F1B has at least as many micro-batches as stages, fewer pass by GPipe;
     interleaved stages need a multiple of the ranks, and one of `num_alike` alike blocks each, and
     are not beside devices of several types or an offloaded optimizer, whose prices are not held
-    against runs of several stages a rank;
+    against runs of several stages a rank; where the backward of every stage can be split
+    (`can_split`), so it is beside what else torch can run then (`schedules.unrunnable_split`);
     without data parallelism there is nothing to shard, unless the shards may lie on the host.
     """
     world = devices or cluster.world_size
-    for setting in _unlimited(cluster, workload, num_blocks, pins, world, num_alike):
-        if limits.allows_all({name: getattr(setting, name) for name in LIMITED_KEYS}):
+    space = _unlimited(cluster, workload, num_blocks, pins, world, num_alike, can_split)
+    for setting in space:
+        if limits.allows_setting(setting):
             yield setting
 
 
@@ -220,7 +218,9 @@ def _unlimited(
     pins: Mapping[str, Any],
     world: int,
     num_alike: int,
+    can_split: bool,
 ) -> Iterator[Setting]:
+    is_of_one_type = not cluster.slower
     for pp in _divisors(world):
         if pp > num_blocks or pins.get("pp", pp) != pp:
             continue
@@ -230,8 +230,9 @@ def _unlimited(
             if is_pinned_off or (tp > cluster.gpus_per_node and "tp" not in pins):
                 continue
             for placed in _placements(cluster, dp, tp, pp, pins):
-                alike = 0 if cluster.slower else num_alike
-                yield from _batch_settings(dp, tp, pp, workload, pins, *placed, alike)
+                alike = num_alike if is_of_one_type else 0
+                is_split = can_split and is_of_one_type
+                yield from _batch_settings(dp, tp, pp, workload, pins, *placed, alike, is_split)
 
 
 def _batch_settings(
@@ -243,6 +244,7 @@ def _batch_settings(
     dp_replicate: int,
     axis_order: AxisOrder,
     num_alike: int,
+    can_split: bool,
 ) -> Iterator[Setting]:
     if workload.global_batch_size % dp:
         return
@@ -260,7 +262,8 @@ def _batch_settings(
         for zero, offload in _sharding(dp, workload):
             if pins.get("zero_stage", zero) != zero or (zero == 0 and dp_replicate > 1):
                 continue
-            for schedule, chunks in _schedules(pp, m, num_alike, pins):
+            is_split = can_split and zero == 0 and _runs_split(workload, pins)
+            for schedule, chunks in _schedules(pp, m, num_alike, pins, is_split):
                 if chunks > 1 and offload != "none":
                     continue
                 yield Setting(
@@ -278,8 +281,15 @@ def _batch_settings(
                 )
 
 
+def _runs_split(workload: Workload, pins: Mapping[str, Any]) -> bool:
+    """Return whether a plan without ZeRO can split backwards."""
+    is_mixed = workload.mixed_precision != "none"
+    recomputes = pins.get("recompute", "none") != "none"
+    return unrunnable_split("zero_bubble", 0, is_mixed=is_mixed, recomputes=recomputes) is None
+
+
 def _schedules(
-    pp: int, m: int, num_alike: int, pins: Mapping[str, Any]
+    pp: int, m: int, num_alike: int, pins: Mapping[str, Any], can_split: bool
 ) -> Iterator[tuple[Schedule, int]]:
     """Yield the schedules of m micro-batches over pp ranks, with the stages of each rank.
 
@@ -291,16 +301,21 @@ def _schedules(
             yield "none", 1
         return
     wanted = pins.get("schedule")
-    if pins.get("virtual_stages", 1) == 1 and wanted != "interleaved":
-        usual: Schedule = "1f1b" if m >= pp else "gpipe"
-        if wanted in (None, usual, "gpipe"):
-            yield wanted or usual, 1
-    if wanted in (None, "interleaved") and m % pp == 0:
-        most = num_alike // pp
+    usual: Schedule = "1f1b" if m >= pp else "gpipe"
+    flat: list[Schedule] = ["gpipe" if wanted == "gpipe" else usual]
+    if can_split and m >= pp and m % (m // pp) == 0:
+        flat.append("zero_bubble")
+    if pins.get("virtual_stages", 1) == 1:
+        for schedule in flat:
+            if wanted in (None, schedule):
+                yield schedule, 1
+    if m % pp == 0:
+        several: list[Schedule] = ["interleaved", *flat[1:]]
         pinned = pins.get("virtual_stages")
         for chunks in _chunks(num_alike, pp) if pinned is None else (pinned,):
-            if 1 < chunks <= most:
-                yield "interleaved", chunks
+            for schedule in several:
+                if 1 < chunks <= num_alike // pp and wanted in (None, schedule):
+                    yield schedule, chunks
 
 
 @lru_cache(maxsize=256)
@@ -357,54 +372,6 @@ def _sharding(dp: int, workload: Workload) -> Iterator[tuple[int, Literal["none"
 
 def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
-
-
-def broken_rules(
-    cluster: Cluster, workload: Workload, num_blocks: int, pins: Mapping[str, Any]
-) -> tuple[str, ...]:
-    """Return the rules that pinned settings break by themselves, in words; empty if none is."""
-    world, batch = cluster.world_size, workload.global_batch_size
-    given = {name: pins[name] for name in ("dp", "tp", "pp") if name in pins}
-    product = math.prod(given.values())
-    names = " * ".join(f"{name}={value}" for name, value in given.items())
-    found = []
-    if world % product or (len(given) == 3 and product != world):
-        found.append(f"dp * tp * pp must be the {world} devices, {names} is {product}")
-        return tuple(found)
-    pp = pins.get("pp", 1)
-    if pp > num_blocks:
-        found.append(
-            f"pp={pp} stages need as many blocks with parameters, the model has {num_blocks}"
-        )
-    dp = pins.get("dp", world // product if {"tp", "pp"} <= given.keys() else 1)
-    size, m = pins.get("microbatch_size", 1), pins.get("num_microbatches", 1)
-    if batch % (dp * size * m):
-        found.append(
-            f"the batch of {batch} rows must divide into dp={dp} times {m} micro-batches of {size}"
-        )
-    is_short = pp > 1 and batch // (dp * size) < pp and ("dp" in pins or "tp" in pins)
-    if is_short and pins.get("schedule") == "1f1b":
-        found.append(
-            f"1F1B over pp={pp} stages needs as many micro-batches, dp={dp} leaves "
-            f"{batch // (dp * size)}"
-        )
-    replicas = pins.get("dp_replicate", 1)
-    if replicas > 1 and "dp" in pins and (dp % replicas or replicas >= dp):
-        found.append(f"dp_replicate={replicas} must divide dp={dp} and be below it")
-    if replicas > 1 and pins.get("zero_stage", 1) == 0:
-        found.append(f"dp_replicate={replicas} replicates what ZeRO shards: zero_stage above 0")
-    is_whole = dp == 1 and not (workload.offload and pins.get("zero_stage") == 3)
-    if pins.get("zero_stage", 0) and is_whole and ("dp" in pins or {"tp", "pp"} <= given.keys()):
-        found.append(f"zero_stage={pins['zero_stage']} shards over dp, which is 1")
-    return (*found, *_unmixed_rules(cluster, pins))
-
-
-def _unmixed_rules(cluster: Cluster, pins: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what the space does not have beside several stages a rank, where both are asked for."""
-    if pins.get("virtual_stages", 1) == 1 and pins.get("schedule") != "interleaved":
-        return
-    if cluster.slower:
-        yield "several stages a rank are searched on devices of one type only"
 
 
 def shared_states(trace: Trace) -> dict[int, frozenset[str]]:

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from autoplan import compat
+from autoplan.stages import StageRoot
 
 __all__ = ["GradientReducer", "Sharder", "Unsharded", "local_tensor", "shard", "store_in_float32"]
 
@@ -210,7 +211,7 @@ def store_in_float32(model: nn.Module) -> None:
 
 
 def shard(
-    root: nn.Module,
+    root: StageRoot,
     blocks: Sequence[nn.Module],
     *,
     zero_stage: int,
@@ -237,6 +238,7 @@ def shard(
         return GradientReducer(
             parameters=list(root.parameters()), group=mesh.get_group(), overlaps=not is_pipeline
         )
+    root.give_scalars_a_dimension()
     policy = MixedPrecisionPolicy()
     if is_mixed:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from autoplan.conventions import Convention
+from autoplan.costs import Pricer
 from autoplan.frontiers import Decision
-from autoplan.limits import LIMITED_KEYS, Limits
+from autoplan.limits import Limits
 from autoplan.plan import Recompute, Simpler
 from autoplan.plan_prices import plan_price
 from autoplan.settings import Setting, settings_of
-from autoplan.stage_ends import even_stage_ends, holders
+from autoplan.stage_ends import even_stage_ends, most_stages
 
 if TYPE_CHECKING:
     from autoplan.planner import Planner
@@ -34,9 +36,8 @@ class Strategy:
         modes = {d.recompute.mode for d in self.decisions}
         wanted = pins.get("recompute")
         is_mode = wanted is None or modes == {wanted}
-        values = {name: getattr(self.setting, name) for name in LIMITED_KEYS}
         is_pinned = all(pins[key] == value for key, value in own.items())
-        return is_mode and is_pinned and limits.allows_all(values)
+        return is_mode and is_pinned and limits.allows_setting(self.setting)
 
 
 def simple_decisions(
@@ -45,16 +46,39 @@ def simple_decisions(
     """Return one decision per call: the fastest placements, and one recompute mode for all blocks.
 
     Glue (embedding, head, loss) is never recomputed by these. With `lean` the placements are those
-    that shard most.
+    that shard most. Shared parameters lie as it takes least time, all blocks together.
     """
     pricer = planner.pricer(setting.microbatch_size)
+    conventions = pricer.conventions(setting.tp)
+    found = [
+        _plain_decisions(pricer, setting.tp, convention, lean)
+        for convention in conventions
+        if not convention.is_sequence_parallel
+    ]
+    fastest = found[0]
+    if len(found) > 1:
+        fastest = min(found, key=lambda plain: _seconds(pricer, setting.tp, plain))
     chosen = []
-    for call in pricer.trace.calls:
-        fastest = pricer.plain_decision(call.block, setting.tp, lean=lean)
-        is_glue = pricer.trace.blocks[call.block].is_glue
-        mode = "none" if is_glue or recompute == "none" else "full"
-        chosen.append(Decision(axes=fastest.axes, recompute=Recompute(mode=mode)))  # type: ignore[arg-type]
+    for call, decision in zip(pricer.trace.calls, fastest, strict=True):
+        is_kept = pricer.trace.blocks[call.block].is_glue or pricer.loses_writes(call.block)
+        mode = "none" if is_kept or recompute == "none" else "full"
+        chosen.append(replace(decision, recompute=Recompute(mode=mode)))  # type: ignore[arg-type]
     return chosen
+
+
+def _plain_decisions(pricer: Pricer, tp: int, convention: Convention, lean: bool) -> list[Decision]:
+    return [
+        pricer.plain_decision(call.block, tp, convention, lean=lean) for call in pricer.trace.calls
+    ]
+
+
+def _seconds(pricer: Pricer, tp: int, decisions: Sequence[Decision]) -> float:
+    """Return seconds of all blocks, once through, by themselves."""
+    total = 0.0
+    for call, decision in zip(pricer.trace.calls, decisions, strict=True):
+        work = pricer.base(call.block, decision, tp)
+        total += work.forward_s + work.backward_s + work.summed_s
+    return total
 
 
 def simple_strategies(planner: Planner) -> tuple[Strategy, ...]:
@@ -97,7 +121,7 @@ def _best(
     is_offloaded: bool = False,
 ) -> Strategy | None:
     """Return the strategy at the micro-batch size that suits it best, or None where none can be."""
-    num_blocks = sum(holders(planner.smallest_trace()))
+    num_blocks = most_stages(planner.smallest_trace())
     fixed: dict[str, Any] = {
         k: planner.pins[k] for k in ("microbatch_size", "num_microbatches") if k in planner.pins
     }

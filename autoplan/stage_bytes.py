@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from autoplan.block_work import BlockWork
 from autoplan.costs import Pricer
+from autoplan.deferral import stage_backward
 from autoplan.flat_partitions import PipeBuffers, pipe_buffers
 from autoplan.frontiers import Decision
 from autoplan.graph import Trace
@@ -56,7 +57,8 @@ def stage_block(
         is_glue=pricer.trace.blocks[block].is_glue,
         input_bytes=sum(work.local.inputs.values()),
         shared_bytes=0 if values is None else _shared_bytes(pricer.trace, call, work, values),
-        deferred_bytes=work.deferred_bytes,
+        deferred_bytes=work.deferred.nbytes,
+        released_bytes=work.deferred.released_bytes,
     )
 
 
@@ -177,8 +179,10 @@ def part_bytes(
     leaving = crossing[calls[-1]] if stage < len(spans) - 1 else 0
     if decisions[0].is_sequence_parallel:
         entering, leaving = -(-entering // setting.tp), -(-leaving // setting.tp)
+    is_split = setting.schedule == "zero_bubble"
     return PartBytes(
         num_blocks=len(calls),
+        backward=stage_backward(pricer.trace, calls) if is_split else "split",
         side=side_bytes(pricer, calls, decisions, setting.tp),
         entering=entering,
         leaving=leaving,

@@ -9,8 +9,8 @@ from autoplan.errors import PlanError
 from autoplan.plan import Plan
 from autoplan.program import Program
 from autoplan.schedules import MULTI_STAGE, schedule_actions, unrunnable_split
+from autoplan.shared_writes import changed_states
 from autoplan.stages import StageSlice
-from autoplan.step_buffers import several_changers
 from autoplan.written_inputs import check_writes
 
 __all__ = ["are_separate", "check_schedule", "check_stages"]
@@ -70,8 +70,8 @@ def check_stages(
         parameters: the model's names of parameters, shared ones under every name.
 
     Raises:
-        PlanError: a stage has no parameters, two stages change the same buffer, two stages of one
-            rank share a parameter, or a write to an input would be lost.
+        PlanError: a stage has no parameters, several stages use a buffer that the forward changes,
+            two stages of one rank share a parameter, or a write to an input would be lost.
     """
     check_writes(plan, program)
     owners: dict[str, list[int]] = {}
@@ -86,11 +86,14 @@ def check_stages(
             )
         for first in {program.aliases[fqn] for fqn in own}:
             owners.setdefault(first, []).append(stage.index)
-    for fqn, where in several_changers(program, stages).items():
-        raise PlanError(
-            f"the forward changes {fqn} on stages {where}, whose copies would differ: put the "
-            "blocks that use it on one stage"
-        )
+    stage_of = {call: stage.index for stage in stages for call in stage.calls}
+    for state in changed_states(program):
+        used_on = sorted({stage_of[call] for call in state.calls})
+        if len(used_on) > 1:
+            raise PlanError(
+                f"the forward changes {state.fqn}, which stages {used_on} use, and their copies "
+                "would differ: put the blocks that use it on one stage"
+            )
     for fqn, where in owners.items():
         if len({stage % plan.mesh.pp for stage in where}) < len(where):
             raise PlanError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 __all__ = [
     "BlockCosts",
@@ -15,9 +16,13 @@ __all__ = [
     "BlockSeconds",
     "GroupBytes",
     "PlanCosts",
+    "StageBackward",
     "StageBlock",
     "StageCosts",
 ]
+
+StageBackward = Literal["split", "whole", "late"]
+"""Where backwards are split, whether a stage's runs in two parts, all at once, or all later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +96,8 @@ class StageBlock:
             value that both read.
         deferred_bytes: gradients that a split backward keeps for the one of the weights: of the
             results of ops that read parameters.
+        released_bytes: kept bytes that it lets go of at once, where no block after this one in the
+            stage has parameters.
     """
 
     memory: BlockMemory
@@ -100,6 +107,7 @@ class StageBlock:
     input_bytes: int
     shared_bytes: int = 0
     deferred_bytes: int = 0
+    released_bytes: int = 0
 
     @property
     def own_kept(self) -> int:
@@ -153,6 +161,7 @@ class StageCosts:
         side_bytes: side values that one micro-batch holds.
         input_bytes: batch inputs of a step.
         entering_bytes, leaving_bytes: activations of a micro-batch that cross its borders.
+        backward: how a schedule that splits backwards runs its; see `autoplan.deferral`.
     """
 
     blocks: tuple[str, ...]
@@ -161,6 +170,7 @@ class StageCosts:
     input_bytes: int = 0
     entering_bytes: int = 0
     leaving_bytes: int = 0
+    backward: StageBackward = "split"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 from autoplan.graph import Trace
 
-__all__ = ["even_block_ends", "even_ends", "even_stage_ends", "holders", "is_runnable"]
+__all__ = [
+    "even_block_ends",
+    "even_ends",
+    "even_stage_ends",
+    "holders",
+    "is_runnable",
+    "joined_calls",
+    "most_stages",
+]
 
 
 def holders(trace: Trace) -> tuple[bool, ...]:
@@ -18,10 +26,37 @@ def holders(trace: Trace) -> tuple[bool, ...]:
     return tuple(has_parameters[call.block] for call in trace.calls)
 
 
+def joined_calls(trace: Trace) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of calls that must be on one stage: those of a state that changes."""
+    return tuple(state.calls for state in trace.changed if len(state.calls) > 1)
+
+
+def most_stages(trace: Trace) -> int:
+    """Return into how many stages the chain can be cut."""
+    return len(_places(trace))
+
+
 def is_runnable(trace: Trace, ends: Sequence[int]) -> bool:
-    """Return whether every stage that ends at `ends` has parameters."""
+    """Return whether stages that end at `ends` have parameters, and states that change lie in one.
+
+    Not whether two stages of one rank share a parameter.
+    """
     own = holders(trace)
-    return all(any(own[a:b]) for a, b in zip((0, *ends), ends, strict=False))
+    if not all(any(own[a:b]) for a, b in zip((0, *ends), ends, strict=False)):
+        return False
+    return not any(min(g) < end <= max(g) for g in joined_calls(trace) for end in ends)
+
+
+def _places(trace: Trace) -> list[int]:
+    """Return the first calls of the parts with parameters that the chain can be cut into."""
+    groups, own = joined_calls(trace), holders(trace)
+    borders = [
+        call
+        for call in range(1, len(own))
+        if not any(min(group) < call <= max(group) for group in groups)
+    ]
+    spans = zip((0, *borders), (*borders, len(own)), strict=True)
+    return [start for start, end in spans if any(own[start:end])]
 
 
 def even_ends(num_calls: int, num_stages: int) -> tuple[int, ...]:
@@ -30,16 +65,16 @@ def even_ends(num_calls: int, num_stages: int) -> tuple[int, ...]:
 
 
 def even_stage_ends(trace: Trace, num_stages: int) -> tuple[int, ...]:
-    """Return even ends; where these leave a stage without parameters, ends that give every stage
-    the same number of blocks with parameters.
+    """Return even ends; where these make a stage that cannot be run, ends that give every stage
+    the same number of parts with parameters, each a block or those that must be on one stage.
 
     Raises:
-        ValueError: there are fewer such blocks than stages.
+        ValueError: there are fewer such parts than stages.
     """
     ends = even_ends(len(trace.calls), num_stages)
     if is_runnable(trace, ends):
         return ends
-    places = [index for index, holds in enumerate(holders(trace)) if holds]
+    places = _places(trace)
     if len(places) < num_stages:
         raise ValueError(
             f"pp={num_stages} stages for a chain of {len(places)} blocks with parameters: lower pp"

@@ -93,6 +93,11 @@ class JoinedRoots(nn.Module):
         roots: tuple[StageRoot, ...] = self.__dict__["_autoplan_roots"]
         return roots
 
+    @property
+    def scalars(self) -> frozenset[str]:
+        """Return those of every stage; see `StageRoot.scalars`."""
+        return frozenset().union(*(root.scalars for root in self._roots))
+
     def train(self, mode: bool = True) -> JoinedRoots:
         """Switch every stage to train or eval mode."""
         self.training = mode
@@ -136,6 +141,6 @@ class JoinedRoots(nn.Module):
         return None
 
 
-def joined(parts: Sequence[StagePart]) -> nn.Module:
+def joined(parts: Sequence[StagePart]) -> StageRoot | JoinedRoots:
     """Return the root of a rank: that of its stage, or those of its stages as one."""
     return parts[0].root if len(parts) == 1 else JoinedRoots([part.root for part in parts])

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from autoplan.call_prices import host_seconds, overlaps, zero_seconds
 from autoplan.costs import Pricer
+from autoplan.deferral import stage_backward
 from autoplan.frontiers import Decision
 from autoplan.settings import Setting
 from autoplan.stage_bytes import batch_bytes, part_bytes, stage_blocks
@@ -33,12 +34,16 @@ def plan_costs(
     for stage, calls in enumerate(spans):
         on_stage = pricer.on_stage(setting, stage % setting.pp)
         chosen = [decisions[c] for c in calls]
+        how = stage_backward(pricer.trace, calls)
         sizes = stage_blocks(pricer, calls, chosen, setting)
         own = [
-            BlockCosts(seconds=_seconds(on_stage, setting, c, decisions[c]), bytes=nbytes)
+            BlockCosts(
+                seconds=_seconds(on_stage, setting, c, decisions[c], is_split=how != "whole"),
+                bytes=nbytes,
+            )
             for c, nbytes in zip(calls, sizes, strict=True)
         ]
-        own[0] = _with_action(own[0], pricer.action_s(setting))
+        own[0] = _with_action(own[0], pricer.action_s(setting), setting)
         blocks = tuple(
             _named(names, _title(pricer, c), block) for c, block in zip(calls, own, strict=True)
         )
@@ -54,6 +59,7 @@ def plan_costs(
                 input_bytes=batch_bytes(pricer.trace, setting),
                 entering_bytes=part.entering,
                 leaving_bytes=part.leaving,
+                backward=how,
             )
         )
     optimizer = pricer.workload.optimizer
@@ -67,15 +73,19 @@ def plan_costs(
     )
 
 
-def _with_action(block: BlockCosts, action_s: float) -> BlockCosts:
-    """Return the first block of a stage with what the host takes for its action."""
+def _with_action(block: BlockCosts, action_s: float, setting: Setting) -> BlockCosts:
+    """Return the first block of a stage with what the host takes for its actions."""
     seconds = block.seconds
     if action_s == 0:
         return block
+    later_s = action_s if setting.schedule == "zero_bubble" else 0.0
     return replace(
         block,
         seconds=replace(
-            seconds, forward=seconds.forward + action_s, backward=seconds.backward + action_s
+            seconds,
+            forward=seconds.forward + action_s,
+            backward=seconds.backward + action_s + later_s,
+            weight_backward=seconds.weight_backward + later_s,
         ),
     )
 
@@ -84,15 +94,20 @@ def _title(pricer: Pricer, call: int) -> str:
     return pricer.trace.blocks[pricer.trace.calls[call].block].name
 
 
-def _seconds(pricer: Pricer, setting: Setting, call: int, decision: Decision) -> BlockSeconds:
-    """Return seconds of a block, with what its collectives and kernels cost each other."""
+def _seconds(
+    pricer: Pricer, setting: Setting, call: int, decision: Decision, *, is_split: bool
+) -> BlockSeconds:
+    """Return seconds of a block, with what its collectives and kernels cost each other.
+
+    `is_split`: its stage's backward can be split.
+    """
     block = pricer.trace.calls[call].block
     base = pricer.base(block, decision, setting.tp)
     group = pricer.own_group(call, decision, setting)
     timer = pricer.timer(setting.tp)
     gather_s, reduce_s = zero_seconds(group, setting, pricer.workload, timer)
     host_forward_s, host_backward_s = host_seconds(
-        base, group, setting, pricer.workload, pricer.cluster
+        base, group, setting, pricer.workload, pricer.cluster, sum(pricer.split_s(base, setting))
     )
     slow_forward_s = slow_backward_s = 0.0
     if overlaps(setting, pricer.cluster):
@@ -106,7 +121,7 @@ def _seconds(pricer: Pricer, setting: Setting, call: int, decision: Decision) ->
     return BlockSeconds(
         forward=base.compute_forward_s + host_forward_s + slow_forward_s + base.away_s,
         backward=base.compute_backward_s + host_backward_s + slow_backward_s + base.away_s,
-        weight_backward=base.weight_backward_s,
+        weight_backward=pricer.deferred_s(base, setting) if is_split else 0.0,
         recompute=base.redo_s - base.redo_comm_s,
         forward_tensor_parallel=base.comm_forward_s,
         backward_tensor_parallel=base.comm_backward_s,

@@ -10,7 +10,7 @@ from autoplan.engines import Engine
 from autoplan.optimizers import Optimizer
 from autoplan.resident import live_bytes, reduced_bytes, static_bytes, uses_fsdp
 from autoplan.settings import Setting
-from autoplan.stage_costs import GroupBytes, StageBlock
+from autoplan.stage_costs import GroupBytes, StageBackward, StageBlock
 
 __all__ = ["PartBytes", "StageWalk"]
 
@@ -26,12 +26,14 @@ class PartBytes:
         side: side values held by one micro-batch.
         entering: bytes of one micro-batch's activations from the stage before.
         leaving: to the stage after.
+        backward: how it runs where the schedule splits backwards.
     """
 
     num_blocks: int
     side: int = 0
     entering: int = 0
     leaving: int = 0
+    backward: StageBackward = "split"
 
 
 class StageWalk:
@@ -83,6 +85,7 @@ class StageWalk:
         self.live = live_bytes(engine, setting, self.compute.values())
         self.fixed = self.standing = self.held_after = 0
         self.activations = 0
+        self.later: dict[int, int] | None = None  # what a backward to the parameters has less
         self.gathered: dict[int, int] = {}
         self.buffers: dict[int, int] = {}
         self.gradients: dict[int, int] = {}
@@ -110,6 +113,7 @@ class StageWalk:
         own = self.part_bytes[part]
         self.root = len(self.blocks) + part
         self.side, self.entering, self.leaving = own.side, own.entering, own.leaving
+        self.how = own.backward
         self.part = self.parts[part]
         glue = (self.blocks[i].group.largest for i in reversed(self.part) if self.blocks[i].is_glue)
         self.retained = next(glue, 0)
@@ -142,9 +146,10 @@ class StageWalk:
             self.at = (number, self.part[0] if kind == "F" else self.part[-1])
             if kind == "F":
                 self._forward(self.part)
-            elif kind == "I":
+            elif kind == "I" and self.how == "split":
                 self._input_backward()
-            else:
+            elif kind == {"split": "W", "late": "W", "whole": "I"}[self.how] or kind == "B":
+                self.later = self._released() if kind == "W" and self.how == "split" else None
                 self._backward(is_last, self.part)
                 backwards += 1
                 self.fixed += self.leaving if backwards == self.held_after else 0
@@ -240,12 +245,13 @@ class StageWalk:
         self.unmerged = 0
 
     def _input_backward(self) -> None:
-        """Walk a backward to the inputs: what it keeps goes with the backward to the weights.
+        """Walk a backward to the inputs: what it keeps goes with the backward to the parameters.
 
-        Torch frees what only the inputs needed when it can; here all stays, and what the weights
-        need comes on top.
+        Autograd holds its graph from the last op that reads parameters on, whether the parameters
+        need it or not, and the gradients of the results of all such ops come on top.
         """
         self.activations += self._entering_kept()
+        released = self._released()
         for index in reversed(self.part):
             block = self.blocks[index]
             self.at = (self.at[0], index)
@@ -254,13 +260,26 @@ class StageWalk:
                 block.accumulating.backward_peak - block.accumulating.kept,
             )
             self.activations += block.deferred_bytes
-        self.activations -= self._entering_kept()
+        self.activations -= self._entering_kept() + sum(released.values())
+
+    def _released(self) -> dict[int, int]:
+        """Return per block of the stage what it lets go of when its backward to the inputs ends."""
+        released = {}
+        for index in reversed(self.part):
+            block = self.blocks[index]
+            released[index] = block.released_bytes if block.deferred_bytes else block.own_kept
+            if block.deferred_bytes:
+                break
+        return released
 
     def _backward_of(self, index: int, block: StageBlock) -> None:
+        extra = 0
+        if self.later is not None:
+            extra = block.deferred_bytes - self.later.get(index, 0)
         if self.has_buffer:
             transient = block.accumulating.backward_peak - block.accumulating.kept
             self.note(f"backward of block {index}", transient)
-            self.activations -= block.memory.kept
+            self.activations -= block.memory.kept + extra
             return
         group = self.root if block.is_glue else index
         has_grads = self.gradients.get(index if not block.is_glue else self.root, 0) > 0
@@ -270,10 +289,12 @@ class StageWalk:
         memory = block.memory if is_first and not adds_up else block.accumulating
         is_sent = self.leaving > 0 and index == self.part[-1]
         peak = max(memory.backward_peak, memory.sent_backward_peak if is_sent else 0)
-        self.note(f"backward of block {index}", peak - memory.kept)
-        self.activations -= block.own_kept
-        if self.setting.schedule == "zero_bubble":
-            self.activations -= block.deferred_bytes
+        transient = peak - memory.kept
+        if self.later is not None:
+            whole = block.memory.parameter_grads
+            transient = whole if memory is block.memory else min(whole, block.group.largest)
+        self.note(f"backward of block {index}", transient)
+        self.activations -= block.own_kept + extra
         # Autograd adds up all gradients of a shared parameter before it touches the one there is.
         self.unmerged += block.group.early_grads - block.group.late_grads
         if not adds_up:

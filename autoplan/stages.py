@@ -217,6 +217,22 @@ class StageRoot(nn.Module):
         super().__init__()
         self.__dict__["_autoplan_run"] = None
         self.__dict__["_autoplan_inputs"] = []
+        self.__dict__["_autoplan_scalars"] = frozenset()
+
+    @property
+    def scalars(self) -> frozenset[str]:
+        """Return the names of the parameters without a dimension that are stored with one."""
+        found: frozenset[str] = self.__dict__["_autoplan_scalars"]
+        return found
+
+    def give_scalars_a_dimension(self) -> None:
+        """Store parameters without a dimension with one, since FSDP slices dimension 0."""
+        named = [(n, p) for n, p in self.named_parameters(remove_duplicate=False) if not p.dim()]
+        stored = {id(p): nn.Parameter(p.detach().reshape(1), p.requires_grad) for _, p in named}
+        for name, parameter in named:
+            holder, key = find_state(self, name)
+            holder[key] = stored[id(parameter)]
+        self.__dict__["_autoplan_scalars"] = frozenset(name for name, _ in named)
 
     def set_function(self, run: Callable[..., tuple[torch.Tensor, ...]]) -> None:
         """Set what `forward` runs: `run(activations, batch) -> outputs`."""

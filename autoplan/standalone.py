@@ -297,14 +297,16 @@ def _bind(
         else None
         for text in spec.slices or ("",) * len(spec.states)
     ]
+    holders = [find_state(root, fqn) for fqn in spec.states]
     return BoundCall(
         spec.run,
-        [find_state(root, fqn) for fqn in spec.states],
+        holders,
         localise,
         mode=spec.mode,
         keep=spec.keep,
         cloned=spec.cloned,
         changed=spec.changed,
+        is_scalar=[holder[key].dim() == 0 for holder, key in holders],
         autocast=autocast,
         device_type=mesh.device_type,
     )

@@ -8,7 +8,7 @@ what the first micro-batch left.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,24 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autoplan.op_facts import written_values
 from autoplan.program import Program
+from autoplan.shared_writes import changed_states
 from autoplan.stages import StageSlice, find_state
 
-__all__ = ["StepBuffers", "changed_states", "several_changers"]
+__all__ = ["StepBuffers", "changed_by"]
 
 
-def changed_states(program: Program, stage: StageSlice) -> tuple[str, ...]:
+def changed_by(program: Program, stage: StageSlice) -> tuple[str, ...]:
     """Return the FQNs of the states that the forward of a stage writes to, each once."""
-    found: dict[str, None] = {}
-    for index in stage.calls:
-        call = program.calls[index]
-        graph = program.graphs[call.graph]
-        written = written_values(graph.ops)
-        for state, fqn in zip(graph.states, call.states, strict=True):
-            if state.name in written:
-                found[fqn] = None
-    return tuple(found)
+    own = set(stage.calls)
+    return tuple(one.fqn for one in changed_states(program) if own.intersection(one.calls))
 
 
 @dataclass(slots=True)
@@ -97,12 +90,3 @@ class StepBuffers:
             own.copy_(total)
             holder[key] = own
         self._own, self._sums = [], []
-
-
-def several_changers(program: Program, stages: Sequence[StageSlice]) -> Mapping[str, list[int]]:
-    """Return the states that more than one stage writes to, with these stages."""
-    by_state: dict[str, list[int]] = {}
-    for stage in stages:
-        for fqn in changed_states(program, stage):
-            by_state.setdefault(fqn, []).append(stage.index)
-    return {fqn: where for fqn, where in by_state.items() if len(where) > 1}

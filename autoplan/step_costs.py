@@ -237,29 +237,22 @@ def transfer_s(
 
 
 def pipeline_step_s(
-    rank_s: Sequence[float],
-    setting: Setting,
-    weights_s: Sequence[float] = (),
-    stage_s: Sequence[float] = (),
+    rank_s: Sequence[float], setting: Setting, stage_s: Sequence[float] = ()
 ) -> float:
-    """Return the seconds of all forwards and backwards of a step.
+    """Return the seconds of all forwards and backwards of a step, none of them split.
 
     m micro-batches at the pace of the slowest rank, and once through the others; with v stages a
-    rank only a v-th of that is waited for (Narayanan et al. 2021, section 2.2). Where the backward
-    is split, weight gradients fill what would be waited for (Qi et al. 2023, section 2.2). All
-    ranks run their first stages at the same time, then their second and so on, so it is the slowest
-    of each that sets the pace.
+    rank only a v-th of that is waited for (Narayanan et al. 2021, section 2.2). All ranks run their
+    first stages at the same time, then their second and so on, so it is the slowest of each that
+    sets the pace. What a split takes off is in `split_steps`.
 
     Args:
         rank_s: per rank, forward and backward of one micro-batch.
         setting: of the pipeline.
-        weights_s: per rank, the weight gradients in it where they are split off.
         stage_s: the same per stage; empty: a rank's stages are alike.
     """
     slowest = max(rank_s)
     others = sum(rank_s) - slowest
-    if weights_s:
-        others -= sum(weights_s) - weights_s[list(rank_s).index(slowest)]
     if stage_s:
         pp = setting.pp
         slowest = sum(max(stage_s[first : first + pp]) for first in range(0, len(stage_s), pp))

@@ -47,12 +47,22 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpTime:
-    """Seconds of an op: arithmetic and tensor-parallel communication, forward and backward."""
+    """Seconds of an op: arithmetic and tensor-parallel communication, forward and backward.
+
+    `weights_s`: of the part of the backward that makes gradients of parameters, where it is priced
+    by itself.
+    """
 
     forward_s: float
     backward_s: float
     forward_comm_s: float = 0.0
     backward_comm_s: float = 0.0
+    weights_s: float = 0.0
+
+    @property
+    def deferred_s(self) -> float:
+        """Return the part of the backward that is for parameters: half where it is not priced."""
+        return self.weights_s or self.backward_s / 2
 
     @property
     def total_s(self) -> float:
@@ -217,19 +227,20 @@ class Timer:
         forward += self.memory_s(casts)
         backward = self.memory_s(_CAST_BYTES * m * n) if casts else 0.0
         products = round(op.backward_flops / op.forward_flops)
+        weights = 0.0
         if products >= 2:
             backward += add(
                 device.gemm_time_s(m, k, n, dtype=dtype, batch=batch, direction="dgrad")
             )
         if products >= 1:
-            backward += add(
-                device.gemm_time_s(n, k, m, dtype=dtype, batch=batch, direction="wgrad")
-            )
+            weights = add(device.gemm_time_s(n, k, m, dtype=dtype, batch=batch, direction="wgrad"))
             if op.target in LINEAR and len(op.inputs) == _WITH_BIAS:
                 # The bias's gradient is a sum over rows, a kernel of its own.
-                backward += self.memory_s(m * n * ITEM_BYTES.get(op.dtype, 4))
-        backward += self.memory_s(op.accumulated_bytes)
-        return OpTime(forward_s=cost * forward, backward_s=cost * backward)
+                weights += self.memory_s(m * n * ITEM_BYTES.get(op.dtype, 4))
+        backward += weights + self.memory_s(op.accumulated_bytes)
+        return OpTime(
+            forward_s=cost * forward, backward_s=cost * backward, weights_s=cost * weights
+        )
 
     def _attention_time(self, op: OpTrace, split: int) -> OpTime:
         assert op.attention is not None, "an attention op carries its sizes"

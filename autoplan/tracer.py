@@ -40,6 +40,7 @@ from autoplan.opcost import RECURRENT_PREFIXES, OpMeter
 from autoplan.program import BlockGraph, Call, Op, Program, TensorMeta
 from autoplan.runner import BlockRun, run_program
 from autoplan.sharding import shard_options
+from autoplan.shared_writes import changed_states, lost_writes
 from autoplan.signatures import op_signature
 
 __all__ = ["recent_program", "trace", "trace_program"]
@@ -141,6 +142,8 @@ def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str
         + linearity_notes(program, dimensions),
         fingerprint=program.fingerprint,
         versions=_versions(),
+        lost_writes=lost_writes(program),
+        changed=changed_states(program),
     )
 
 

@@ -40,7 +40,7 @@ from autoplan.plan import BlockPlan, Layout, Mesh, Plan, Recompute, StagePlan
 from autoplan.processes import run_worker
 from autoplan.program import BlockGraph, Program
 from autoplan.schedules import MULTI_STAGE
-from autoplan.sharding import check_axes, shard_options
+from autoplan.sharding import check_axes, layout_parameters, shard_options
 from autoplan.stage_check import are_separate
 from autoplan.twin_steps import TWIN_ROWS, captured_twin, compare_step, in_dtype
 
@@ -155,6 +155,7 @@ def twin_plan(
     """
     builder = _TwinBuilder(plan, program, twin, mesh)
     blocks = [builder.block(index) for index in range(len(twin.calls))]
+    builder.agree(blocks)
     chunks = min(2, plan.num_chunks) if mesh.pp > 1 else 1
     stages = _even_stages(blocks, twin, mesh.pp * chunks)
     schedule = plan.schedule if mesh.pp > 1 else "none"
@@ -233,6 +234,25 @@ class _TwinBuilder:
             placements=placements or "whole",
             recompute=recompute or "none",
         )
+
+    def agree(self, blocks: Sequence[BlockPlan]) -> None:
+        """Store whole what calls would store differently: a stage sees its own calls only."""
+        needed: dict[str, set[str]] = {}
+        read: dict[tuple[str, str], str] = {}
+        for block in blocks:
+            call = self.twin.calls[block.call]
+            graph = self.twin.graphs[call.graph]
+            axes = self.placements[block.placements].axes
+            texts = layout_parameters(graph, shard_options(graph), axes) if axes else {}
+            for state, fqn in zip(graph.states, call.states, strict=True):
+                first = self.twin.aliases.get(fqn, fqn)
+                needed.setdefault(first, set()).add(texts.get(state.fqn, "R"))
+                if axes:
+                    read[block.placements, state.fqn] = first
+        for (name, own), first in read.items():
+            if len(needed[first]) > 1:
+                layout = self.placements[name]
+                self.placements[name] = replace(layout, parameters={**layout.parameters, own: "R"})
 
     def _layout(self, name: str, real: BlockGraph, graph: BlockGraph) -> str:
         layout = self.plan.placements.get(name)

@@ -7,12 +7,15 @@ V4  every block names a layout and a recompute entry of its own class that exist
 V5  the schedule fits stages and micro-batches, and torch can run it with the data parallelism
 V6  axes exist and the tensor-parallel degree divides them
 V7  the plan was made for this program
-V8  every parameter lives in a stage, and in several only if it is shared, on different ranks
+V8  every parameter lives in a stage, and in several only if it is shared, on different ranks; all
+    calls that have it store it alike
 V9  the ZeRO stage is 0 to 3, and 0 without data parallelism
 V10 keep marks are on ops that may carry one
 V11 categories add up to the peak, and the peak is within the capacity
 V12 the peak is not below an independent sum of static and kept bytes
 V13 every stage of a pipeline has parameters, without which no optimizer can be made on its ranks
+V14 what is written is seen: a state that changes is on one stage, no copy of an input is written to
+    whose other views are read
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from autoplan.graph import BlockTrace, Placement, Trace
 from autoplan.optimizers import Optimizer
 from autoplan.plan import BlockPlan, Plan, Recompute
 from autoplan.schedules import MULTI_STAGE, schedule_actions, unrunnable_split
+from autoplan.shared_writes import lost_under
 from autoplan.stage_ends import holders
 from autoplan.units import format_bytes
 
@@ -52,7 +56,9 @@ def verify_plan(plan: Plan, trace: Trace, cluster: Cluster) -> tuple[Violation, 
         _schedule(plan),
         _axes(plan, trace),
         _parameters(plan, trace),
+        _stored_alike(plan, trace),
         _marks(plan, trace),
+        _writes(plan, trace),
         _memory(plan, cluster),
     )
     found = [v for check in checks for v in check]
@@ -220,6 +226,23 @@ def _parameters(plan: Plan, trace: Trace) -> Iterator[Violation]:
             )
 
 
+def _stored_alike(plan: Plan, trace: Trace) -> Iterator[Violation]:
+    canonical = {fqn: group[0] for group in trace.shared for fqn in group}
+    stored: dict[str, dict[str, str]] = {}
+    for block, traced in _blocks(plan, trace):
+        layout = plan.placements.get(block.placements)
+        if layout is None:
+            continue
+        for state, fqn in zip(traced.states, trace.calls[block.call].states, strict=True):
+            if state.fqn in layout.parameters:
+                texts = stored.setdefault(canonical.get(fqn, fqn), {})
+                texts.setdefault(layout.parameters[state.fqn], block.placements)
+    for fqn, texts in stored.items():
+        if len(texts) > 1:
+            ways = " and ".join(f"{text} by {name}" for text, name in texts.items())
+            yield Violation(rule="V8", message=f"{fqn} is one parameter, stored as {ways}")
+
+
 def _marks(plan: Plan, trace: Trace) -> Iterator[Violation]:
     for block, traced in _blocks(plan, trace):
         entry = plan.recompute.get(block.recompute)
@@ -227,6 +250,31 @@ def _marks(plan: Plan, trace: Trace) -> Iterator[Violation]:
         for name in entry.keep if entry else ():
             if name not in legal:
                 yield Violation(rule="V10", message=f"call {block.call}: {name} may not be kept")
+
+
+def _writes(plan: Plan, trace: Trace) -> Iterator[Violation]:
+    stage_of = {block.call: stage.index for stage in plan.stages for block in stage.blocks}
+    for state in trace.changed:
+        where = sorted({stage_of[call] for call in state.calls if call in stage_of})
+        if len(where) > 1:
+            yield Violation(
+                rule="V14", message=f"the forward changes {state.fqn}, which stages {where} use"
+            )
+    modes = {
+        block.call: plan.recompute[block.recompute].mode
+        for stage in plan.stages
+        for block in stage.blocks
+        if block.recompute in plan.recompute
+    }
+    is_mixed = plan.mixed_precision != "none"
+    for lost, reason in lost_under(
+        trace.lost_writes, modes, pp=plan.mesh.pp, zero_stage=plan.zero_stage, is_mixed=is_mixed
+    ):
+        yield Violation(
+            rule="V14",
+            message=f"with {reason} call {lost.writer} writes to a copy, and {lost.value} does "
+            "not show it",
+        )
 
 
 def _memory(plan: Plan, cluster: Cluster) -> Iterator[Violation]:

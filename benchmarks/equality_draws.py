@@ -50,11 +50,12 @@ from autoplan.program import BlockGraph, Program
 from autoplan.runtime import ParallelModule
 from autoplan.schedules import MULTI_STAGE, unrunnable_split
 from autoplan.sharding import check_axes, layout_parameters, shard_options
+from autoplan.shared_writes import changed_states
 from autoplan.stage_check import are_separate
 from benchmarks.equality_families import FAMILIES, build
 from benchmarks.equality_reference import Result, differences, reference
 from benchmarks.worker_pool import WorkerPool
-from tests.layouts import prefer_axes, random_axes, shared_states
+from tests.layouts import agreeing_axes, prefer_axes, random_axes, shared_states
 from tests.plans import hand_plan
 
 __all__ = ["Draw", "draw_all", "plan_of", "run_draws"]
@@ -81,7 +82,10 @@ _MESHES = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """One model, plan and batch; everything that is not a field follows from `seed`."""
+    """One model, plan and batch; everything that is not a field follows from `seed`.
+
+    With `slices_shared` parameters of several calls lie in slices, where all can read the same.
+    """
 
     family: str
     dp: int
@@ -99,6 +103,7 @@ class Draw:
     axis_order: AxisOrder = "tp-dp-pp"
     num_chunks: int = 1
     offload: Literal["none", "optimizer"] = "none"
+    slices_shared: bool = False
 
     @property
     def world_size(self) -> int:
@@ -141,6 +146,7 @@ def draws(draw: st.DrawFn, family: str) -> Draw:
         axis_order=draw(st.sampled_from(AXIS_ORDERS)) if dp > 1 and pp > 1 else AXIS_ORDERS[0],
         num_chunks=num_chunks,
         offload=draw(st.sampled_from(("none", "optimizer"))) if zero_stage == 3 else "none",
+        slices_shared=draw(st.booleans()) if tp > 1 else False,
     )
 
 
@@ -235,8 +241,10 @@ def plan_of(draw: Draw) -> Plan:
 def _cuts(program: Program, draw: Draw, chance: random.Random) -> list[int] | None:
     """Return the first calls of all stages but the first, or None where none were found.
 
-    Each stage has a parameter, and no two stages of a rank share one.
+    Each stage has a parameter, no two stages of a rank share one, and a state that the forward
+    changes is on one stage.
     """
+    joined = [state.calls for state in changed_states(program)]
     states = [{program.aliases.get(fqn, fqn) for fqn in call.states} for call in program.calls]
     num_stages = draw.pp * draw.num_chunks
     if num_stages > len(states):
@@ -244,7 +252,8 @@ def _cuts(program: Program, draw: Draw, chance: random.Random) -> list[int] | No
     for _ in range(_TRIES):
         ends = [0, *sorted(chance.sample(range(1, len(states)), num_stages - 1)), len(states)]
         stages = [set().union(*states[a:b]) for a, b in pairwise(ends)]
-        if are_separate(stages, draw.pp):
+        is_split = any(min(calls) < end <= max(calls) for calls in joined for end in ends[1:-1])
+        if not is_split and are_separate(stages, draw.pp):
             return ends[1:-1]
     return None
 
@@ -272,15 +281,21 @@ def _mark(draw: Draw, graph: BlockGraph, chance: random.Random) -> Recompute:
 def _layouts(draw: Draw, program: Program) -> dict[str, Layout]:
     layouts = {}
     shards = draw.dp // draw.dp_replicate
-    for graph in program.graphs if draw.layout != "whole" else ():
+    agreeing = agreeing_axes(program, draw.tp, draw.seed) if draw.slices_shared else {}
+    for graph in program.graphs if draw.layout != "whole" or agreeing else ():
         options = shard_options(graph)
-        if draw.layout == "random":
+        if graph.name in agreeing:
+            axes = agreeing[graph.name]
+        elif draw.layout == "whole":
+            continue
+        elif draw.layout == "random":
             axes = random_axes(graph, options, draw.tp, draw.seed)
         else:
             axes = prefer_axes(graph, options, draw.tp)
         check_axes(graph, options, axes, draw.tp)
         stored = layout_parameters(graph, options, axes)
-        stored |= dict.fromkeys(shared_states(program, graph), "R")
+        if not agreeing:
+            stored |= dict.fromkeys(shared_states(program, graph), "R")
         for state in graph.states:
             placed = Placement.parse(stored[state.fqn])
             if draw.zero_stage and not fsdp_can_slice(state.meta.shape, placed, shards):
@@ -354,7 +369,8 @@ def _misplaced_chunks(
             sizes = zip(chunk.offsets, chunk.local.shape, strict=True)
             at = tuple(slice(start, start + size) for start, size in sizes)
             held[name][at] = True
-            if not torch.equal(state[name][at], chunk.local):
+            # A parameter without a dimension is stored with one under FSDP.
+            if not torch.equal(state[name].reshape(parameter.shape)[at], chunk.local):
                 problems.append(f"rank {rank} has another {name}{list(at)}")
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(held, ranks if rank == 0 else None)

@@ -167,6 +167,35 @@ class _Repeated(nn.Module):
         return out
 
 
+class _Normed(nn.Module):
+    def __init__(self, width: int, norm: nn.Module) -> None:
+        super().__init__()
+        self.mix, self.norm = nn.Linear(width, width), norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.norm(self.mix(x))
+        return out
+
+
+class _SharedNorm(nn.Module):
+    """Two blocks change the running statistics of one norm; a parameter without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(12, affine=False)
+        self.stem = nn.Linear(16, 16)
+        self.normed = nn.ModuleList(_Normed(16, norm) for _ in range(2))
+        self.blocks = nn.ModuleList(_Expansion(16) for _ in range(3))
+        self.scale, self.head = nn.Parameter(torch.tensor(0.5)), nn.Linear(16, CLASSES)
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        x = self.stem(pixel_values.reshape(-1, 12, 16))
+        for block in (*self.normed, *self.blocks):
+            x = block(x)
+        out: torch.Tensor = self.head(x.mean(1)) * self.scale.exp()
+        return out
+
+
 class _Expansion(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -328,6 +357,9 @@ FAMILIES: Mapping[str, Family] = {
     "convnet": Family(make=_ConvNet, batch=_images, loss_fn=_class_loss, has_batch_statistics=True),
     "adapted_mlp": Family(make=_AdaptedMLP, batch=_images, loss_fn=_class_loss),
     "repeated": Family(make=_Repeated, batch=_images, loss_fn=_class_loss),
+    "shared_norm": Family(
+        make=_SharedNorm, batch=_images, loss_fn=_class_loss, has_batch_statistics=True
+    ),
     "views": Family(make=_Views, batch=_images, loss_fn=_class_loss),
     "tied_gpt": Family(make=_tied_gpt, batch=_tokens, loss_fn=_token_loss),
 }

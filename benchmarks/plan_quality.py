@@ -1,7 +1,7 @@
 """How good plans are: `python benchmarks/plan_quality.py [FILE.csv ...]`.
 
-Files of published measurements: every configuration that their authors tuned beside the plan for the
-same model, cluster and batch, by one simulator (`benchmarks.published_quality`). Then what each
+Files of published measurements: every configuration that their authors tuned beside the plan for
+the same model, cluster and batch, by one simulator (`benchmarks.published_quality`). Then what each
 dimension of the search is worth.
 
 Every model is planned for every cluster by the joint search, and again with one freedom taken away:
@@ -93,15 +93,15 @@ class SequentialFrontiers(Frontiers):
         whole: frozenset[str] = frozenset(),
         recompute: str | None = None,
         is_sequence_parallel: bool = False,
+        slices: Sequence[tuple[str, str]] = (),
         offloads: bool = False,
     ) -> tuple[Decision, ...]:
         """Return the plain decision, and the frontier of recomputation with its placements."""
-        plain = self.plain(block, timer, whole=whole, is_sequence_parallel=is_sequence_parallel)
+        own: dict[str, Any] = {"is_sequence_parallel": is_sequence_parallel, "slices": slices}
+        plain = self.plain(block, timer, whole=whole, **own)
         found = {plain.key: plain}
         if any(op.saved for op in block.ops):
-            model = ChoiceModel(
-                block, timer, whole, region=True, is_sequence_parallel=is_sequence_parallel
-            )
+            model = ChoiceModel(block, timer, whole, region=True, **own)
             points = frontier_cover(
                 _with_axes(model, plain.axes),
                 tolerance=self.tolerance or 0.0,
@@ -200,7 +200,7 @@ def main() -> None:
     """Print the tables; leave with 1 where a published or a restricted plan beats the joint one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "files", type=Path, nargs="*", help="tables of published measurements, to compare with first"
+        "files", type=Path, nargs="*", help="published measurements, to compare with first"
     )
     parser.add_argument("--model", choices=MODELS, action="append", help="some models only")
     parser.add_argument("--cluster", action="append", help="other clusters")

@@ -33,10 +33,7 @@ _MATCH = 1 + 1e-6
 
 
 def used_by(configuration: Configuration) -> str:
-    """Return what a published configuration uses beside its degrees.
-
-    Plans have all of it but slices of an embedding that the head shares, which are priced only.
-    """
+    """Return what a published configuration uses beside its degrees; plans have all of it."""
     options = configuration.options
     found = []
     if options.get("virtual_stages", 1) > 1:

@@ -71,11 +71,12 @@ def run_version(
         return version, "-", "-", f"{found or python} has {_last_line(told)}"
     # Each file in a process of its own: in a build for CUDA tracing starts threads of autograd, and
     # a test after it in the same process could fork no workers.
-    told_by = [
-        _run([python, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", one], environment)
-        for one in tests
-    ]
-    return version, *outcome_of("\n".join(done.stdout for done in told_by))
+    printed = []
+    for one in tests:
+        command = [python, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", one]
+        printed.append(_told_of(one, _run(command, environment)))
+        print(version, one, *outcome_of(printed[-1]), file=sys.stderr, flush=True)
+    return version, *outcome_of("\n".join(printed))
 
 
 def found_at(path: Path) -> tuple[str, Mapping[str, str]]:
@@ -95,6 +96,15 @@ def outcome_of(printed: str) -> tuple[str, str, str]:
     failed = counts["failed"] + counts["error"]
     found = re.search(r"^(?:FAILED|ERROR) (.*)$", printed, re.MULTILINE)
     return str(counts["passed"]), str(failed), found.group(1)[:100] if found else ""
+
+
+def _told_of(file: str, done: subprocess.CompletedProcess[str]) -> str:
+    """Return what pytest printed about a file, with an error where it ended without a summary."""
+    if done.returncode in (0, 1) and _SUMMARY.search(done.stdout):
+        return done.stdout
+    last = (done.stderr or done.stdout).strip().splitlines()
+    ended = f"ERROR {file} - exit code {done.returncode}: {last[-1] if last else 'nothing printed'}"
+    return f"{done.stdout}\n{ended}\n1 error"
 
 
 def _run(

@@ -18,13 +18,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Beside", "Forked", "StandstillError", "by_two", "first_to_answer", "usable_cores"]
+__all__ = ["Beside", "Forked", "StandstillError", "first_to_answer", "usable_cores"]
 
 STANDSTILL_S = 20.0
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 T = TypeVar("T")
-K = TypeVar("K")
 
 
 def usable_cores() -> int:
@@ -124,6 +123,10 @@ class Beside(Generic[T]):
             answer = (False, repr(error))
         pipe.send(answer)
 
+    def is_done(self) -> bool:
+        """Return whether the process has answered or ended."""
+        return self._forked.connection.poll()
+
     def end(self) -> None:
         """End the process; nobody waits for what it finds."""
         self._forked.end()
@@ -148,29 +151,3 @@ class Beside(Generic[T]):
                 stacklevel=2,
             )
         return self._function()
-
-
-def by_two(
-    function: Callable[[K], T],
-    keys: Sequence[K],
-    meanwhile: Callable[[dict[K, T]], None] = lambda found: None,
-) -> tuple[dict[K, T], set[K]]:
-    """Return what a function gives for keys, and for which of them a second process found it.
-
-    Args:
-        function: without side effects.
-        keys: shared out in halves, the first to this process.
-        meanwhile: called with what this process found, before it waits for the other.
-    """
-    theirs = keys[-(-len(keys) // 2) :]
-    if not theirs:
-        return {key: function(key) for key in keys}, set()
-    beside = Beside(lambda: [function(key) for key in theirs])
-    try:
-        found = {key: function(key) for key in keys[: -len(theirs)]}
-        meanwhile(found)
-    except BaseException:
-        beside.end()
-        raise
-    found.update(zip(theirs, beside.result(), strict=True))
-    return found, set(theirs)

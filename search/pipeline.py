@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoplan.search.columns import KnownStages, StageTable, stage_runs
+from autoplan.search.cuts import cuts_within
 from autoplan.search.evaluate import (
     cut_positions,
     option_numbers,
@@ -51,7 +52,7 @@ from autoplan.search.problem import (
 )
 from autoplan.search.stage import stage_time_bounds
 
-__all__ = ["relaxed_bound", "solve_pipeline"]
+__all__ = ["cuts_below", "relaxed_bound", "solve_pipeline"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -133,6 +134,19 @@ def relaxed_bound(problem: PipelineProblem) -> int | None:
     return None if partition is None else partition.objective + problem.constant
 
 
+def cuts_below(problem: PipelineProblem, limit: int, most: int) -> list[tuple[int, ...]] | None:
+    """Return stage ends of every solution whose objective may be within a limit, in ticks.
+
+    None if there are more than `most`.
+
+    Raises:
+        ValueError: if the problem is malformed.
+    """
+    verify_pipeline_problem(problem)
+    table = _start(problem, 0.0, 0, 1, None).table
+    return cuts_within(problem, table, limit, most)
+
+
 def _start(
     problem: PipelineProblem, deadline: float, seed: int, workers: int, known: KnownStages | None
 ) -> _Search:
@@ -158,16 +172,11 @@ def _undominated_options(options: Sequence[BlockOption]) -> tuple[int, ...]:
 
     Of equal options the first stays.
     """
-    numbers = [option_numbers(option) for option in options]
-
-    def loses(index: int, rival: int) -> bool:
-        own, other = numbers[index], numbers[rival]
-        return all(x <= y for x, y in zip(other, own, strict=True)) and (
-            other != own or rival < index
-        )
-
-    every = range(len(numbers))
-    return tuple(i for i in every if not any(loses(i, rival) for rival in every if rival != i))
+    numbers = np.array([option_numbers(option) for option in options], dtype=np.int64)
+    no_worse = (numbers[:, None] <= numbers[None, :]).all(axis=2)  # [rival, own]
+    is_first = np.triu(np.ones(no_worse.shape, dtype=np.bool_), 1)
+    is_beaten = (no_worse & (~no_worse.T | is_first)).any(axis=0)
+    return tuple(np.nonzero(~is_beaten)[0].tolist())
 
 
 def _interval_bounds(problem: PipelineProblem) -> NDArray[np.int64]:

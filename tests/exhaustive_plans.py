@@ -6,6 +6,7 @@ from itertools import combinations, product
 
 from autoplan.plan_prices import plan_price
 from autoplan.planner import Planner
+from autoplan.setting_problem import usable_decisions
 from autoplan.settings import Setting
 
 __all__ = ["fastest_of_setting", "fastest_step_s"]
@@ -26,12 +27,9 @@ def fastest_of_setting(planner: Planner, setting: Setting) -> float | None:
     calls = pricer.trace.calls
     combinations_of_decisions = [
         decisions
-        for is_sliced in pricer.borders(setting.tp)
+        for convention in pricer.conventions(setting.tp)
         for decisions in product(
-            *(
-                pricer.decisions(call.block, setting.tp, is_sequence_parallel=is_sliced)
-                for call in calls
-            )
+            *(usable_decisions(pricer, call.block, setting, convention) for call in calls)
         )
     ]
     best: float | None = None

@@ -12,6 +12,7 @@ from autoplan.program import BlockGraph, Program
 from autoplan.sharding import layout_parameters, shard_options, transition
 
 __all__ = [
+    "agreeing_axes",
     "megatron",
     "megatron_axes",
     "prefer_axes",
@@ -19,6 +20,8 @@ __all__ = [
     "scattered",
     "shared_states",
 ]
+
+_TRIES = 20
 
 Options = Mapping[str, tuple[ShardOption, ...]]
 
@@ -62,6 +65,45 @@ def shared_states(program: Program, graph: BlockGraph) -> list[str]:
     ]
 
 
+def agreeing_axes(program: Program, degree: int, seed: int) -> dict[str, dict[str, str]]:
+    """Return axes of the graphs that share parameters, by which all read these in the same slices.
+
+    By name of the graph, random otherwise; empty where no dimension will do.
+    """
+    chance = random.Random(seed)
+    for dim in chance.sample((0, 1), 2):
+        found = {}
+        for graph in program.graphs:
+            shared = set(shared_states(program, graph))
+            names = {state.name for state in graph.states if state.fqn in shared}
+            if names:
+                found[graph.name] = _reading(graph, names, f"S({dim})", degree, seed)
+        if all(axes is not None for axes in found.values()):
+            return {name: axes for name, axes in found.items() if axes is not None}
+    return {}
+
+
+def _reading(
+    graph: BlockGraph, names: set[str], text: str, degree: int, seed: int
+) -> dict[str, str] | None:
+    """Return random axes by which all ops read some states in one placement; None: not found."""
+    own = shard_options(graph)
+    options = {
+        op.name: tuple(
+            option
+            for option in own[op.name]
+            if all(p == text for n, p in zip(op.inputs(), option.inputs, strict=True) if n in names)
+        )
+        for op in graph.ops
+    }
+    for attempt in range(_TRIES):
+        try:
+            return random_axes(graph, options, degree, seed + attempt)
+        except LookupError:
+            continue
+    return None
+
+
 def random_axes(graph: BlockGraph, options: Options, degree: int, seed: int) -> dict[str, str]:
     """Return any choice that is valid; views and sliced inputs tempt it to stay sliced."""
     draw = random.Random(seed)
@@ -77,6 +119,8 @@ def random_axes(graph: BlockGraph, options: Options, degree: int, seed: int) -> 
 
     for op in graph.ops:
         valid = [o for o in options[op.name] if is_valid(op.inputs(), o)]
+        if not valid:
+            raise LookupError(f"{graph.name}: no option of {op.name} is possible")
         option = draw.choice(valid[1:] if len(valid) > 1 and draw.random() < 0.8 else valid)
         axes[op.name] = option.axis
         produced[op.name] = Placement.parse(option.output)

@@ -59,6 +59,23 @@ def _gpt(**options: Any) -> Callable[[], tuple[nn.Module, Any]]:
     return build
 
 
+class _Scaled(nn.Module):
+    """A GPT whose logits are scaled by a parameter without a dimension."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = self.inner(input_ids) * self.scale.exp()
+        return scaled
+
+
+def _gpt_scaled() -> tuple[nn.Module, Any]:
+    model, loss = _gpt(is_head_tied=False)()
+    return _Scaled(model), loss
+
+
 def _llama() -> tuple[nn.Module, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -99,6 +116,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "gpt_tied": _gpt(),
     "gpt_dropout": _gpt(dropout=0.2),
     "gpt_split": _gpt(is_qkv_fused=False, is_head_tied=False),
+    "gpt_scaled": _gpt_scaled,
     "llama": _llama,
     "gpt2": _gpt2,
 }

@@ -9,7 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autoplan.batch_linearity import linearity_notes
+from autoplan.dimensions import program_dimensions
 from autoplan.tracer import trace
+from benchmarks.equality_draws import program_of
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -48,9 +51,18 @@ OTHER: dict[str, Loss] = {
 }
 
 
-def notes_on(loss: Loss) -> list[str]:
-    found = trace(_Router(loss), torch.randn(8, 6), lambda out: out).notes
-    return [note for note in found if "linear in the batch" in note]
+COMPARING: dict[str, Loss] = {
+    "pairs": lambda p, x: (p @ p.T).logsumexp(1).mean(),
+    "differences": lambda p, x: (p[:, None] - p[None]).square().sum(-1).exp().mean(),
+    "softmax": lambda p, x: (p.softmax(0) * x[:, :4]).sum(),
+    "neighbours": lambda p, x: (p * p.roll(1, 0)).sum(-1).exp().mean(),
+}
+
+
+def notes_on(loss: Loss, words: str = "linear in the batch", rows: int = 8) -> list[str]:
+    batch = torch.randn(8, 6)
+    found = trace(_Router(loss), batch, lambda out: out, microbatch_size=rows).notes
+    return [note for note in found if words in note]
 
 
 @pytest.mark.parametrize("name", LINEAR)
@@ -64,12 +76,52 @@ def test_a_loss_of_all_rows_together_has_a_note(name: str) -> None:
     assert "dp or num_microbatches above 1" in note
 
 
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("name", COMPARING)
+def test_a_loss_that_compares_rows_has_a_note_at_any_size(name: str, rows: int) -> None:
+    (note,) = notes_on(COMPARING[name], "compares rows of the batch", rows)
+    assert "pin dp=1 and num_microbatches=1" in note
+
+
 @pytest.mark.parametrize("name", [*LINEAR, *OTHER])
+def test_a_loss_of_rows_one_by_one_compares_none(name: str) -> None:
+    assert notes_on({**LINEAR, **OTHER}[name], "compares rows of the batch") == []
+
+
+class _Clip(nn.Module):
+    """Two encoders, and the loss that matches their rows (Radford et al. 2021, figure 3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = nn.Linear(6, 8), nn.Linear(5, 8)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        images, texts = (F.normalize(x, dim=-1) for x in (self.image(image), self.text(text)))
+        logits = self.scale.exp() * images @ texts.T
+        target = torch.arange(len(logits), device=logits.device)
+        return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_contrastive_model_is_told_before_it_is_trained(rows: int) -> None:
+    batch = {"image": torch.randn(4, 6), "text": torch.randn(4, 5)}
+    found = trace(_Clip(), batch, lambda out: out, microbatch_size=rows).notes
+    assert any("matmul" in note and "compares rows of the batch" in note for note in found)
+
+
+def test_routed_experts_compare_no_rows() -> None:
+    for rows in (1, 2):
+        program = program_of("mixtral", rows)
+        assert linearity_notes(program, program_dimensions(program)) == ()
+
+
+@pytest.mark.parametrize("name", [*LINEAR, *OTHER, *COMPARING])
 def test_the_note_is_right_about_two_halves_of_the_batch(name: str) -> None:
     torch.manual_seed(3)
     rows = torch.randn(8, 6, dtype=torch.float64)
     rows[:, 0] = rows[:, 0].abs() * torch.tensor([1, -1]).repeat(4)  # as many valid in each half
-    model = _Router({**LINEAR, **OTHER}[name]).double()
+    model = _Router({**LINEAR, **OTHER, **COMPARING}[name]).double()
     whole, halves = model(rows), (model(rows[:4]) + model(rows[4:])) / 2
     is_equal = torch.allclose(whole, halves, rtol=1e-9)
     assert is_equal == (name in LINEAR)

@@ -87,6 +87,8 @@ def _straight(rank: int, name: str, count: int) -> tuple[list[float], dict[str, 
 CHAINS = {
     # The fused projection of gpt_tied and gpt2 is stored in three pieces under tp.
     ("gpt_tied", 2): [{"tp": 2}, {"pp": 2}, {"dp": 2, "zero_stage": 3}, {"dp": 2}],
+    # FSDP stores a parameter without a dimension as one with one.
+    ("gpt_scaled", 2): [{"dp": 2, "zero_stage": 3}, {"pp": 2}, {"dp": 2, "zero_stage": 1}],
     ("gpt2", 4): [
         {"dp": 2, "tp": 2, "zero_stage": 3},
         {"dp": 4, "dp_replicate": 2, "zero_stage": 3},
@@ -114,6 +116,7 @@ def test_training_resumes_under_other_plans_as_if_it_never_stopped(
         n for n, _ in plain.named_buffers() if n in plain.state_dict()
     }
     for fqn, tensor in model.items():
+        assert tensor.shape == state[fqn].shape == plain.get_parameter(fqn).shape
         torch.testing.assert_close(tensor, state[fqn], rtol=1e-9, atol=1e-9)
     checkpoints.export_safetensors(folder, tmp_path / "model.safetensors")
     exported = load_file(tmp_path / "model.safetensors")

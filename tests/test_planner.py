@@ -158,7 +158,10 @@ def exhaustive_size(problem: PlanningProblem) -> int:
     for setting in planner.settings():
         pricer = planner.pricer(setting.microbatch_size)
         calls = pricer.trace.calls
-        choices = math.prod(len(pricer.decisions(c.block, setting.tp)) for c in calls)
+        choices = sum(
+            math.prod(len(pricer.decisions(c.block, setting.tp, convention)) for c in calls)
+            for convention in pricer.conventions(setting.tp)
+        )
         total += choices * math.comb(len(calls) - 1, setting.pp - 1)
     return total
 

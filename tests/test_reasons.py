@@ -65,6 +65,7 @@ def test_bounds_and_forbidden_values_are_obeyed_and_recorded() -> None:
         ({"width": (1, 2)}, None, "cannot bound 'width'; allowed are dp, tp"),
         (None, {"recompute": ["full"]}, "cannot forbid 'recompute'"),
         (None, {"tp": ["8"]}, "give whole numbers"),
+        (None, {"schedule": "zb"}, "give one or more of gpipe, 1f1b, interleaved, zero_bubble"),
     ],
 )
 def test_wrong_limits_say_what_is_allowed(within: Any, forbid: Any, message: str) -> None:
@@ -74,6 +75,10 @@ def test_wrong_limits_say_what_is_allowed(within: Any, forbid: Any, message: str
 
 def test_limits_of_the_command_line_are_those_of_the_function() -> None:
     assert parse_limits(["tp=1..4"], ["pp=2,4", "pp=8"]) == ({"tp": (1, 4)}, {"pp": (2, 4, 8)})
+    assert parse_limits([], ["schedule=gpipe,zero_bubble"]) == (
+        {},
+        {"schedule": ("gpipe", "zero_bubble")},
+    )
     with pytest.raises(ValueError, match=r"as in tp=1\.\.4"):
         parse_limits(["tp=4"], [])
     with pytest.raises(ValueError, match="as in tp=8"):

@@ -29,6 +29,7 @@ def at_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mesh, "_ALONE_S", -1.0)
         patch.setattr(planner_module, "_WORTH_A_PROCESS_S", -1.0)
+        patch.setattr(planner_module, "_WORTH_A_PROCESS_MODULES", 0)
         patch.setattr(planner_module, "usable_cores", lambda: 4)
         yield
 
@@ -52,7 +53,7 @@ def test_any_number_of_workers_finds_the_same_plan(problem: PlanningProblem) -> 
     assert planned(problem.planner(), 3) == alone
 
 
-@pytest.mark.parametrize("pins", [{}, {"tp": 2, "microbatch_size": 4}])
+@pytest.mark.parametrize("pins", [{}, {"tp": 2, "microbatch_size": 4}, {"dp": 2}, {"tp": 2}])
 def test_traces_of_other_processes_give_the_same_plan(pins: dict[str, int]) -> None:
     def made(workers: int) -> Plan:
         return find_plan(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from autoplan.block_choice import may_keep
+from autoplan.conventions import WHOLE, Convention
 from autoplan.errors import PlanError
 from autoplan.frontiers import Decision
 from autoplan.layout_check import check_layouts
@@ -101,14 +102,11 @@ def test_plans_that_memory_forces_to_combine_equal_the_model(name: str) -> None:
 
 
 def frontier_plans(
-    name: str, setting: Setting, planner: Planner, *, is_sequence_parallel: bool = False
+    name: str, setting: Setting, planner: Planner, convention: Convention = WHOLE
 ) -> list[tuple[str, str, Plan]]:
     """Return plans that go from one end of every block class's frontier to the other."""
     pricer = planner.pricer(setting.microbatch_size)
-    points = [
-        pricer.decisions(b, setting.tp, is_sequence_parallel=is_sequence_parallel)
-        for b in range(len(pricer.trace.blocks))
-    ]
+    points = [pricer.decisions(b, setting.tp, convention) for b in range(len(pricer.trace.blocks))]
     blocks = [call.block for call in pricer.trace.calls]
     most = min(MOST_POINTS, max(map(len, points)))
     plans = []
@@ -129,7 +127,7 @@ def test_a_frontier_from_end_to_end_equals_the_model(name: str) -> None:
 def test_slices_of_tokens_that_cross_blocks_and_stages_equal_the_model(name: str) -> None:
     setting = replace(TP, dp=1, pp=2, num_microbatches=2, schedule="1f1b")
     planner = planner_of(name, 4, rows=2)
-    plans = frontier_plans(name, setting, planner, is_sequence_parallel=True)
+    plans = frontier_plans(name, setting, planner, Convention(is_sequence_parallel=True))
     assert all(plan.slices == setting.tp for _, _, plan in plans)
     check(plans)
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from autoplan.search import forks, mesh
 from autoplan.search.ahead import Crew
 from autoplan.search.candidates import Candidate, Refinement
-from autoplan.search.forks import Beside, by_two
+from autoplan.search.forks import Beside
 from autoplan.search.mesh import MeshResult, search_settings
 from autoplan.search.problem import PipelineSolution
 from tests.search.profiles import few
@@ -204,15 +204,6 @@ def test_an_answer_outlives_its_process() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert beside.result() != PARENT
-
-
-@few
-@given(keys=st.lists(st.integers(0, 9), unique=True, max_size=5))
-def test_keys_are_shared_out_between_two_processes(keys: list[int]) -> None:
-    found, elsewhere = by_two(lambda key: (key, os.getpid()), keys)
-    assert [found[key][0] for key in keys] == keys
-    assert {key for key in keys if found[key][1] != PARENT} == elsewhere
-    assert len(elsewhere) == len(keys) // 2
 
 
 _ORPHAN = """
