@@ -289,6 +289,27 @@ def test_asynchronous_tensor_parallelism_cuts_collectives_into_pieces() -> None:
         assert engine_named(found.options["engine"]).decomposes == decomposes
 
 
+@pytest.mark.parametrize(
+    ("change", "attention", "activation"),
+    [
+        (
+            {"framework": "HF+DeepSpeed", "model": "GPT2-xl", "gpu": "V100-32"},
+            "unfused",
+            "gelu_new",
+        ),
+        ({"framework": "HF+DeepSpeed", "model": "GPT2-xl"}, "flash", "gelu_new"),
+        ({"framework": "OneFlow", "gpu": "V100-32"}, "flash", "gelu"),
+        ({"framework": "HF Trainer", "model": "Llama-2-7B", "ffn": "256"}, "flash", "swiglu"),
+    ],
+)
+def test_transformers_ran_gpt2_operator_by_operator(
+    change: dict[str, str], attention: str, activation: str
+) -> None:
+    shape = configurations({**ROW, "tp": "1", "dp": "4", **change})[0].shape
+    assert (shape.attention, shape.activation) == (attention, activation)
+    assert shape.dropout == (activation == "gelu_new")
+
+
 def test_recompute_of_every_second_layer_alternates() -> None:
     (found,) = configurations({**ROW, "recompute": "selective_layer(every 2nd layer)"})
     assert found.options["recompute"] == ("full", "none")
