@@ -118,9 +118,16 @@ def _solve_convention(
     return replace(solution, variant=variant)
 
 
-def relaxation_bound(planner: Planner, setting: Setting) -> Refinement:
-    """Return a bound from the best cuts of a relaxation of each stage, or why nothing fits."""
-    bound = least_bound(planner, setting, lambda own: _posed(planner, setting, own).bound)
+def relaxation_bound(planner: Planner, setting: Setting, *, is_quick: bool = False) -> Refinement:
+    """Return a bound from the best cuts of a relaxation of each stage, or why nothing fits.
+
+    With `is_quick` only the most promising convention is relaxed, see `least_bound`.
+    """
+
+    def relaxed(convention: Convention) -> int | None:
+        return _posed(planner, setting, convention).bound
+
+    bound = least_bound(planner, setting, relaxed, is_quick=is_quick)
     return Refinement(infeasible=NOTHING_FITS) if bound is None else Refinement(bound=bound)
 
 
