@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from autoplan.decomposed import beside_products
 from autoplan.deferral import op_parts, released_bytes
 from autoplan.frontiers import Decision
 from autoplan.fusion import fused_kernels, joined, with_narrow_operands
@@ -15,6 +16,7 @@ from autoplan.losses import with_loss
 from autoplan.offload import away_s
 from autoplan.plan import Recompute
 from autoplan.settings import Workload
+from autoplan.step_costs import interference
 from autoplan.times import OpTime, Timer
 
 __all__ = ["BlockWork", "Deferred", "LayoutWork", "layout_work", "make_work", "memory_views"]
@@ -210,6 +212,8 @@ def _op_times(local: LocalBlock, timer: Timer, workload: Workload) -> dict[str, 
                 forward_s=timer.memory_s(kernel.forward_bytes),
                 backward_s=timer.memory_s(kernel.backward_bytes),
             )
+    if workload.engine.decomposes:
+        return beside_products(local, times, timer.degree, interference(timer.link))
     return times
 
 

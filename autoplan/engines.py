@@ -61,6 +61,8 @@ class Engine:
             to the ranks that it shares the states with, and gradients are all-reduced over all
             data-parallel ranks (InternEvo, `HybridZeroOptimizer.broadcast_params`, and
             `_reduce_and_copy` where gradients are not partitioned).
+        decomposes: gathers and reduce-scatters of sequence parallelism run in pieces beside the
+            products that they feed or follow (`autoplan.decomposed`).
         accumulates_whole: gradients stay whole between micro-batches, and those of frozen weights
             are there too: FSDP1 under `no_sync`, which does not reduce, with flat parameters that
             mix frozen and trained ones (torch, notes of `FullyShardedDataParallel` on freezing).
@@ -87,6 +89,7 @@ class Engine:
     bucket_elements: int = 0
     live_elements: int = 0
     owns_whole_tensors: bool = False
+    decomposes: bool = False
     accumulates_whole: bool = False
 
 

@@ -144,6 +144,7 @@ class _Replay:
         """Make what is there before the first step."""
         for number, nbytes in enumerate(fixed_bytes):
             self.tensors.make(("fixed", number), nbytes)
+        self.fsdp.start()
         if self.is_flat:
             self.flat.start()
             return

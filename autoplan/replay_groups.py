@@ -9,7 +9,7 @@ from autoplan.caching_allocator import Block, CachingAllocator
 from autoplan.flat_partitions import gathered_pieces, reduced_buckets
 from autoplan.liveness import BlockEvents
 from autoplan.optimizers import Optimizer
-from autoplan.resident import uses_fsdp
+from autoplan.resident import live_bytes, uses_fsdp
 from autoplan.settings import Setting, Workload
 
 __all__ = [
@@ -229,6 +229,15 @@ class FsdpGroups:
         self.wrapped = uses_fsdp(setting, self.is_mixed) and not has_buffer
         self.shards = setting.dp if self.zero >= 1 else 1
         self.last: int | None = None
+        self.is_gradient_wide = workload.engine.is_gradient_wide
+        self.has_bucket = workload.engine.bucket_elements > 0
+        sizes = [sum(p.gathered for p in own) for own in groups.values()]
+        self.live = live_bytes(workload.engine, setting, sizes)
+        self.largest = max(sizes, default=0)
+
+    def start(self) -> None:
+        """Make what DeepSpeed keeps gathered beside the parameters that run."""
+        self.tensors.make(("live",), max(0, self.live - self.largest), GATHER)
 
     def gather_forward(self, group: int) -> None:
         """Make a group whole before a block's forward, unless it is."""
@@ -293,6 +302,8 @@ class FsdpGroups:
         earlier = next((i for i in reversed(range(index)) if i in self.groups), None)
         if earlier is None or self.setting.dp == 1 or self._is_gathered(earlier):
             return
+        if self.live and 2 * self.largest > self.live:
+            return
         if ("buffer", earlier) not in self.tensors:
             self._gather(earlier)
 
@@ -303,7 +314,9 @@ class FsdpGroups:
         self.tensors.release(("reduce input",))
         trained = [p for p in self.groups[group] if p.is_trained]
         size = sum(p.stored if self.is_mixed else p.gathered for p in trained)
-        self.tensors.make(("reduce input",), size)
+        narrow = sum(p.gathered for p in trained)
+        if not self.has_bucket:
+            self.tensors.make(("reduce input",), size if self.is_gradient_wide else narrow)
         for parameter in self.groups[group]:
             self.tensors.release(("grad", parameter.name))
             self.tensors.release(("wide", parameter.name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autoplan.engines import AUTOPLAN, Engine
@@ -9,7 +10,9 @@ from autoplan.optimizers import Optimizer
 from autoplan.settings import Setting
 from autoplan.stage_costs import GroupBytes
 
-__all__ = ["StaticBytes", "static_bytes", "uses_fsdp"]
+__all__ = ["StaticBytes", "live_bytes", "reduced_bytes", "static_bytes", "uses_fsdp"]
+
+_COMPUTED_BYTES = 2  # an element of the 16-bit dtypes that DeepSpeed computes in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +31,32 @@ def uses_fsdp(setting: Setting, is_mixed: bool) -> bool:
     """
     is_sharded = setting.dp > 1 and setting.zero_stage >= 1
     return is_sharded or is_mixed or setting.offload != "none"
+
+
+def live_bytes(engine: Engine, setting: Setting, gathered: Iterable[int]) -> int:
+    """Return the bytes of parameters that DeepSpeed's ZeRO-3 keeps gathered, running ones included.
+
+    Those of `stage3_max_live_parameters`, of which a prefetch must not go beyond
+    (`runtime/zero/partitioned_param_coordinator.py`); 0 elsewhere.
+
+    Args:
+        engine: the software that trains.
+        setting: its ZeRO stage.
+        gathered: bytes of every group of parameters.
+    """
+    if setting.zero_stage != 3:
+        return 0
+    return min(engine.live_elements * _COMPUTED_BYTES, sum(gathered))
+
+
+def reduced_bytes(group: GroupBytes, engine: Engine, *, is_mixed: bool) -> int:
+    """Return the bytes of what a group's gradients are copied into to be reduced together.
+
+    DeepSpeed has a bucket for that, which stands (`stage_bytes.standing_bytes`).
+    """
+    if engine.bucket_elements:
+        return 0
+    return group.trained if is_mixed and engine.is_gradient_wide else group.gathered_grads
 
 
 def static_bytes(

@@ -160,9 +160,11 @@ def _repaired(
             step_time_s, solution = min(fitting, key=lambda one: one[0])
             return _as_priced(planner, setting, posed, solution, step_time_s, cutoff), False
         # Below what this answer takes by the linear memory, or the same answer would come again.
+        # How stages are dealt is not in it: where that is the reason, steps get longer.
+        steps = 1 + attempt * (setting.virtual_stages > 1)
         linear = [cost.memory for cost in stage_costs(problem, found.ends, found.options)]
         capacity = tuple(
-            used - -(-over // pricer.memory_unit) if over > 0 else room
+            used - -(-steps * over // pricer.memory_unit) if over > 0 else room
             for room, used, over in zip(problem.capacity, linear, excess, strict=True)
         )
         problem = replace(problem, capacity=capacity)

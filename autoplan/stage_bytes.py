@@ -205,7 +205,7 @@ def standing_bytes(
     """Return bytes that an engine holds beside a step's tensors, for as long as it trains.
 
     Tensors that stand for weight gradients, one for each shape, what DeepSpeed reduces gradients
-    through and keeps gathered, and gradients that are reduced only once a step.
+    through, and gradients that are reduced only once a step.
     """
     engine = pricer.workload.engine
     nbytes = 0
@@ -213,12 +213,10 @@ def standing_bytes(
         nbytes += _stand_in_bytes(pricer, calls, decisions, setting.tp)
     if setting.zero_stage > 0:
         nbytes += engine.bucket_elements * _COMPUTED_BYTES
-    if setting.zero_stage == 3:
+    if setting.zero_stage == 3 and engine.accumulates_whole:
         held: set[str] = set()
         groups = [pricer.group(c, decisions[c], setting, held) for c in calls]
-        live = engine.live_elements * _COMPUTED_BYTES
-        whole = sum(group.gathered for group in groups)
-        nbytes += min(live, whole) + (whole if engine.accumulates_whole else 0)
+        nbytes += sum(group.gathered for group in groups)
     return nbytes
 
 

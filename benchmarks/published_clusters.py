@@ -61,11 +61,12 @@ def gpus_of(row: Mapping[str, str]) -> tuple[str, ...]:
         Skipped: there is no profile.
     """
     gpu = (row.get("gpu") or "").strip()
-    if gpu in PROFILES:
-        return (gpu,)
+    named = [name for name in PROFILES if name.lower() == gpu.lower()]
+    if named:
+        return (named[0],)
     if re.match(r"A100\b", gpu):
         peak = amount(row, "peak_mem_gib") or 0.0
-        gib = number(row, "gpu_mem_gb")
+        gib = amount(row, "gpu_mem_gb")
         sizes = [size for size in (40, 80) if peak <= size and gib in (None, size)]
         if sizes:
             return tuple(f"A100-{size}" for size in sizes)
@@ -87,6 +88,8 @@ def cluster_of(row: Mapping[str, str], gpu: str) -> Cluster:
     device = _with_bfloat16(device)
     gpus = need(row, "gpus")
     per_node = min(number(row, "gpus_per_node") or 8, gpus)
+    if "SXM3" in gpu or "DGX-2" in (row.get("gpu") or ""):
+        device = _with_switch(device)
     stated = stated_network(row.get("notes") or "", gpu, per_node)
     if stated is not None and device.inter is not None:
         device = replace(device, inter=_network(stated, device.inter))
@@ -112,6 +115,18 @@ def _with_bfloat16(device: DeviceProfile) -> DeviceProfile:
         peak_flops_per_s=peaks,
         origin_by_field={**origins, f"{field}.bfloat16": origins[f"{field}.float16"]},
     )
+
+
+def _with_switch(device: DeviceProfile) -> DeviceProfile:
+    """Return a device in a node whose GPUs are all joined by a switch, as in a DGX-2.
+
+    What few of them reach over the links between pairs, where there is none, does not hold there.
+    """
+    if device.intra is None:
+        return device
+    largest = max((curve.degree for curve in device.intra.curves), default=0)
+    curves = tuple(curve for curve in device.intra.curves if curve.degree == largest)
+    return replace(device, intra=replace(device.intra, curves=curves))
 
 
 def stated_network(notes: str, gpu: str, gpus_per_node: int) -> float | None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autoplan.engines import AUTOPLAN, Engine, LossKind
+from autoplan.engines import AUTOPLAN, ENGINES, Engine, LossKind
 
 __all__ = ["COMPILED", "Skipped", "engine_of", "rung_of"]
 
@@ -51,7 +51,8 @@ def engine_of(
         is_compiled = (
             "compile" in text and _written(row) >= (2025, 4) and row.get("tp") in ("", "1")
         )
-        return "torchtitan-compiled-loss" if is_compiled else "torchtitan"
+        name = "torchtitan-compiled-loss" if is_compiled else "torchtitan"
+        return replace(ENGINES[name], decomposes=True) if "async_tp" in text else name
     if "fsdp1" in text or "fsdp (" in text:
         return "fsdp1-bf16" if "mp=pure" in text else "fsdp1"
     return "autoplan"

@@ -145,7 +145,6 @@ def _check_priced(row: Mapping[str, str]) -> None:
     reasons = {
         r"\b(adapter|galore|dora)\b": "adapters other than LoRA are not built from a row",
         r"\bqlora\b|\bnf4\b|\bint8\b|8-bit base": "quantized weights are not priced",
-        r"async_tp": "asynchronous tensor parallelism is not priced",
         r"tp-comm-overlap": "tensor-parallel communication beside kernels is not priced",
         r"\bbert|\bt5\b|llava|clip": "only decoders are built from a row",
         r"rowwise": "float8 scaled by rows has no measured speed",

@@ -48,6 +48,8 @@ def amount(row: Mapping[str, str], key: str) -> float | None:
 def number(row: Mapping[str, str], key: str) -> int | None:
     """Return a whole number of a row, or None where it gives none; raises as `amount`."""
     value = amount(row, key)
+    if value is not None and value != round(value):
+        raise Skipped(f"{key} is {row[key][:40]!r}, not a whole number")
     return None if value is None else round(value)
 
 
@@ -83,6 +85,9 @@ def shape_of(row: Mapping[str, str]) -> Shape:
     args = row.get("args") or ""
     notes = (row.get("notes") or "").lower()
     hidden, heads = need(row, "hidden"), need(row, "heads")
+    kv_heads = number(row, "kv_heads") or heads
+    if hidden % heads or heads % kv_heads:
+        raise Skipped(f"hidden {hidden}, heads {heads} and kv_heads {kv_heads} do not divide")
     is_llama = any(word in row.get("model", "").lower() for word in _LLAMA)
     is_gated = is_llama or row.get("swiglu") == "true" or " swiglu" in args
     is_rotary = is_llama or "position-embedding-type=rope" in args
@@ -91,9 +96,9 @@ def shape_of(row: Mapping[str, str]) -> Shape:
     if not attention and family == "megatron" and re.search(r"202[01]", row.get("framework", "")):
         is_unfused = True
     is_hf_gpt2 = _is_hf_gpt2(row)
-    # FlashAttention needs an Ampere; what V100s ran before torch had others was operators.
-    is_volta = re.match(r"V100|DGX-2", row.get("gpu") or "") is not None
-    if is_volta and family == "torch" and not attention:
+    # FlashAttention needs an Ampere; what transformers ran on a V100 before torch had a kernel of
+    # its own were operators.
+    if is_hf_gpt2 and not attention and re.match(r"V100|DGX-2", row.get("gpu") or ""):
         is_unfused = True
     is_older = (family == "megatron" and not is_llama) or is_hf_gpt2
     has_dropout = is_older and "dropout 0" not in notes
@@ -109,7 +114,7 @@ def shape_of(row: Mapping[str, str]) -> Shape:
         layers=need(row, "layers"),
         hidden=hidden,
         heads=heads,
-        kv_heads=number(row, "kv_heads") or heads,
+        kv_heads=kv_heads,
         ffn=ffn,
         vocab=_vocabulary(row),
         seq=_length(row),

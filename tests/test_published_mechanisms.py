@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from autoplan.cluster import Cluster
+from autoplan.decomposed import beside_products, left_s
 from autoplan.engines import ENGINES, MEGATRON, engine_named
 from autoplan.fusion import fused_kernels
 from autoplan.graph import BlockTrace, Trace
@@ -28,6 +29,7 @@ from autoplan.step_costs import (
     pipeline_step_s,
 )
 from autoplan.tensor_layout import megatron_axes
+from autoplan.times import OpTime
 from autoplan.tracer import trace
 from benchmarks.published_models import Decoder, Shape, batch_of
 
@@ -188,6 +190,29 @@ def test_whole_tensors_are_broadcast_to_those_that_share_states_and_reduced_over
     assert narrow.once_gather_s == pytest.approx(8 * broadcast_time_s(2**24, 8, cluster.intra))
     assert wide.once_reduce_s == narrow.once_reduce_s
     assert wide.once_reduce_s == link.collective_time_s("all_reduce", 2**27, 64)
+
+
+def test_a_collective_in_pieces_leaves_one_of_them_exposed(gpt: Trace) -> None:
+    assert left_s(1.0, 4.0, 4, 1.0) == pytest.approx(0.25)
+    assert left_s(4.0, 1.0, 4, 1.0) == pytest.approx(3.25)
+    assert left_s(1.0, 4.0, 4, 1.2) == pytest.approx(0.25 + 0.2 * 0.75)
+    assert left_s(0.0, 1.0, 4, 1.2) == 0.0
+    block = block_of(gpt)
+    axes = megatron_axes(block, DEGREE, is_sequence_parallel=True)
+    local = localize(block, axes, DEGREE, is_sequence_parallel=True)
+    times = {
+        op.name: OpTime(forward_s=0.0, backward_s=0.0, forward_comm_s=1.0, backward_comm_s=1.0)
+        if op.op is None
+        else OpTime(forward_s=8.0, backward_s=16.0)
+        for op in local.ops
+    }
+    found = beside_products(local, times, DEGREE, 1.0)
+    changed = {name: time for name, time in found.items() if time != times[name]}
+    # Before both projections, after both others.
+    assert len(changed) == 4
+    for time in changed.values():
+        assert time.forward_comm_s == time.backward_comm_s == pytest.approx(0.25)
+        assert time.forward_s == time.backward_s == 0.0
 
 
 @pytest.mark.parametrize("name", NODES)

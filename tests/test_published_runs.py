@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from autoplan.engines import engine_named
 from autoplan.estimating import Estimate
 from benchmarks import published_runs
 from benchmarks.published_clusters import gpus_of, stated_network
@@ -78,6 +79,8 @@ def test_what_a_row_leaves_open_is_priced_under_each_plausible_value() -> None:
         ({"cp": "2"}, "context parallelism is not priced"),
         ({"vocab": ""}, "vocab is not given"),
         ({"gpu": "TPU"}, "no profile for GPU TPU"),
+        ({"seq": "64.5"}, "seq is '64.5', not a whole number"),
+        ({"heads": "3"}, "hidden 128, heads 3 and kv_heads 3 do not divide"),
         ({"dp": "8"}, "dp 8 \\* tp 2 \\* pp 1 is not 4 GPUs"),
         ({"recompute": "sometimes"}, "recompute 'sometimes' is not priced"),
         ({"model": "GPT QLoRA"}, "quantized weights are not priced"),
@@ -100,10 +103,10 @@ MALFORMED: list[tuple[dict[str, str | None], str]] = [
     ({"peak_mem_gib": "2 GiB"}, "peak_mem_gib is '2 GiB', not a number"),
     ({"peak_mem_gib": "20000"}, "peak_mem_gib 20000 is more than the device has"),
     ({"gpu": None}, "no profile for GPU that is not given"),
-    ({"heads": "7"}, "estimate refuses|failed with"),
+    ({"heads": "7"}, "hidden 128, heads 7 and kv_heads 7 do not divide"),
+    ({"global_batch": "3"}, "estimate refuses: global batch 3 does not divide"),
     ({"model": "MoE 8x7B"}, "experts are not built from a row"),
     ({"ep": "2"}, "expert parallelism is not priced"),
-    ({"framework": "torchtitan async_tp"}, "asynchronous tensor parallelism is not priced"),
     ({"duplicate_of": "x"}, "copy of another row"),
 ]
 
@@ -144,8 +147,8 @@ def test_files_without_rows_are_named(tmp_path: Path, capsys: pytest.CaptureFixt
     main([str(tmp_path / name) for name in ("empty.csv", "binary.csv", "missing.csv")])
     printed = capsys.readouterr().out
     assert "empty.csv: has no rows" in printed
-    for name in ("binary.csv", "missing.csv"):
-        assert f"{name}: cannot be read as CSV after 0 rows" in printed
+    assert "binary.csv: has no column layers" in printed
+    assert "missing.csv: cannot be read as CSV after 0 rows" in printed
 
 
 def test_what_is_not_compared_is_named() -> None:
@@ -252,6 +255,15 @@ def test_a_stated_network_takes_the_place_of_the_profiles(
     assert found.cluster.inter.bytes_per_s == wanted
 
 
+def test_pairs_behind_a_switch_have_all_links() -> None:
+    row = {**ROW, "gpus": "8", "gpus_per_node": "8", "dp": "4"}
+    plain, switched = (
+        configurations({**row, "gpu": gpu})[0].cluster.intra.collective_time_s("all_reduce", 2e8, 2)
+        for gpu in ("V100-SXM2-32", "V100-SXM3-32")
+    )
+    assert switched < plain / 2
+
+
 @pytest.mark.parametrize(
     ("sharding", "replicas"),
     [
@@ -268,9 +280,74 @@ def test_a_stated_group_of_shards_gives_the_replicas(sharding: str, replicas: in
     assert found.options["dp_replicate"] == replicas
 
 
+def test_asynchronous_tensor_parallelism_cuts_collectives_into_pieces() -> None:
+    for text, decomposes in (
+        ("torchtitan (compile)", False),
+        ("torchtitan (compile+async_tp)", True),
+    ):
+        (found,) = configurations({**ROW, "framework": text})
+        assert engine_named(found.options["engine"]).decomposes == decomposes
+
+
+@pytest.mark.parametrize(
+    ("change", "attention", "activation"),
+    [
+        (
+            {"framework": "HF+DeepSpeed", "model": "GPT2-xl", "gpu": "V100-32"},
+            "unfused",
+            "gelu_new",
+        ),
+        ({"framework": "HF+DeepSpeed", "model": "GPT2-xl"}, "flash", "gelu_new"),
+        ({"framework": "OneFlow", "gpu": "V100-32"}, "flash", "gelu"),
+        ({"framework": "HF Trainer", "model": "Llama-2-7B", "ffn": "256"}, "flash", "swiglu"),
+    ],
+)
+def test_transformers_ran_gpt2_operator_by_operator(
+    change: dict[str, str], attention: str, activation: str
+) -> None:
+    shape = configurations({**ROW, "tp": "1", "dp": "4", **change})[0].shape
+    assert (shape.attention, shape.activation) == (attention, activation)
+    assert shape.dropout == (activation == "gelu_new")
+
+
 def test_recompute_of_every_second_layer_alternates() -> None:
     (found,) = configurations({**ROW, "recompute": "selective_layer(every 2nd layer)"})
     assert found.options["recompute"] == ("full", "none")
+
+
+def test_a_file_of_another_form_is_read_or_says_what_it_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(published_runs, "configurations", _no_price)
+    file, out = tmp_path / "runs.csv", tmp_path / "new" / "out.json"
+    head, cells = [*ROW, "notes"], [*(f'"{v}"' for v in ROW.values()), "x" * 200_000 + "\u00e8"]
+    lines = "\r\n".join((",".join(reversed(head)), ",".join(reversed(cells)), ""))
+    file.write_bytes(b"\xef\xbb\xbf" + lines.encode("latin-1"))
+    main([str(file), "--json", str(out)])
+    assert "made_up: 1 skipped: priced" in capsys.readouterr().out
+    assert json.loads(out.read_text())["sources"]["made_up"]["rows_skipped"] == 1
+    file.write_text(lines.replace(",", ";"))
+    main([str(file), "--json", str(out)])
+    printed = capsys.readouterr().out
+    assert "has no column layers, hidden, heads, gpus, gpu; columns are divided by" in printed
+    assert len(json.loads(out.read_text())["rows"]) == 1
+
+
+def test_what_was_priced_before_somebody_stops_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prices = iter([Skipped("priced"), KeyboardInterrupt()])
+
+    def stopped(*_: object) -> Estimate:
+        raise next(prices)
+
+    monkeypatch.setattr(published_runs, "configurations", stopped)
+    file, out = tmp_path / "runs.csv", tmp_path / "out.json"
+    file.write_text("\n".join((",".join(ROW), *[",".join(f'"{v}"' for v in ROW.values())] * 3)))
+    with pytest.raises(SystemExit):
+        main([str(file), "--json", str(out)])
+    assert "Stopped before the last row" in capsys.readouterr().out
+    assert len(json.loads(out.read_text())["rows"]) == 1
 
 
 def test_nvidia_smi_shows_the_stages_of_one_node() -> None:

@@ -104,6 +104,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("block_choice",),
     ("frontiers", "conventions"),
+    ("decomposed",),
     ("block_work", "call_prices"),
     ("costs",),
     ("stage_bytes",),

@@ -103,6 +103,26 @@ def test_an_opaque_module_is_refused_by_name() -> None:
         write_script(plan, given, f"{MODEL}:build")
 
 
+def test_configs_tell_replicas_offload_and_unequal_stages() -> None:
+    program = program_of("gpt")
+    hybrid = hand_plan(program, "GPT", dp=4, dp_replicate=2, zero_stage=3, offload="optimizer")
+    texts = {name: framework_config(hybrid, name) for name in FORMATS}
+    assert "data_parallel_replicate_degree = 2" in texts["torchtitan"].text
+    assert "data_parallel_shard_degree = 2" in texts["torchtitan"].text
+    assert "enable_cpu_offload = true" in texts["torchtitan"].text
+    zero = json.loads(texts["deepspeed"].text)["zero_optimization"]
+    assert zero["offload_param"]["device"] == zero["offload_optimizer"]["device"] == "cpu"
+    accelerate = yaml.safe_load(texts["accelerate"].text)
+    assert accelerate["fsdp_config"]["fsdp_offload_params"]
+    assert accelerate["parallelism_config"]["parallelism_config_dp_shard_size"] == 2
+    for name in ("megatron", "deepspeed"):
+        assert any("2 replicas of the shards" in line for line in texts[name].missing)
+    assert any("in host memory" in line for line in texts["megatron"].missing)
+    blocks = [index for index, call in enumerate(program.calls) if call.fqn]
+    uneven = hand_plan(program, "GPT", pp=2, num_microbatches=2, first_calls=[blocks[3]])
+    assert '--pipeline-model-parallel-layout "Ettt|tL"' in framework_config(uneven, "megatron").text
+
+
 def test_configs_of_other_frameworks_say_what_they_cannot_express() -> None:
     plan = plan_of(PLANS[0])
     texts = {name: framework_config(plan, name) for name in FORMATS}
