@@ -45,7 +45,7 @@ class BlockPrice:
         forward_s, backward_s: of one micro-batch, everything included.
         once_s: of once a step: the optimizer, and reductions that happen once.
         by_category: of a micro-batch: compute, recompute, tensor_parallel, zero.
-        once_by_category: of a step: zero, optimizer.
+        once_by_category: of a step: zero, optimizer, tensor_parallel, pipeline.
     """
 
     forward_s: float
@@ -62,6 +62,7 @@ def call_price(
     workload: Workload,
     timer: Timer,
     split_s: float = 0.0,
+    ties_s: float = 0.0,
 ) -> BlockPrice:
     """Return the seconds of a call of a block.
 
@@ -72,6 +73,7 @@ def call_price(
         workload: optimizer, precision and engine.
         timer: of the tensor-parallel degree.
         split_s: what the host takes because the backward is split.
+        ties_s: sums of gradients over stages, once a step.
     """
     cluster = timer.cluster
     comm = data_parallel_times(group, setting, workload, cluster)
@@ -103,7 +105,7 @@ def call_price(
     return BlockPrice(
         forward_s=forward + exposed_f,
         backward_s=backward + exposed_b,
-        once_s=once_zero_s + optimizer_s + summed_s,
+        once_s=once_zero_s + optimizer_s + summed_s + ties_s,
         by_category={
             "compute": work.compute_forward_s + work.compute_backward_s + host_f + host_b,
             "recompute": work.redo_s,
@@ -115,6 +117,7 @@ def call_price(
             "zero": once_zero_s,
             "optimizer": optimizer_s,
             "tensor_parallel": summed_s,
+            "pipeline": ties_s,
         },
     )
 

@@ -101,14 +101,15 @@ def verify(
         if not target.is_cpu:
             typer.echo("measured on the CPU's operators; attention on a GPU may keep other tensors")
     twins: tuple[TwinRun, ...] = ()
-    reason = ""
+    reason = failure = ""
     if numerics and not broken:
-        twins, reason = _twins(plan, loaded, model, seq)
-        typer.echo(_twin_text(twins, reason))
+        twins, reason, failure = _twins(plan, loaded, model, seq)
+        typer.echo(_twin_text(twins, reason, failure))
     over = [run for run in runs if target.is_cpu and run.error < -_TOLERANCE]
     for run in over:
         typer.echo(f"rank {run.rank} holds {-run.error:.0%} more than predicted")
     is_wrong = any(one.is_wrong for one in layouts) or not all(one.is_equal for one in twins)
+    is_wrong |= bool(failure)
     result = VerifyResult(
         broken=broken,
         notes=plan.notes,
@@ -116,6 +117,7 @@ def verify(
         dry_runs=runs,
         twins=twins,
         twins_left_out=reason,
+        twins_failed=failure,
         is_sound=not broken and not over and not is_wrong,
     )
     if json_file is not None:
@@ -135,6 +137,7 @@ class VerifyResult:
         dry_runs: what ranks would hold; empty where rules are broken or it was left out.
         twins: steps of a small twin beside the single device.
         twins_left_out: why there is none; empty where there is, or was not asked for.
+        twins_failed: what a process of a twin raised; empty if none did.
         is_sound: whether nothing speaks against the plan.
     """
 
@@ -144,6 +147,7 @@ class VerifyResult:
     dry_runs: tuple[DryRun, ...]
     twins: tuple[TwinRun, ...]
     twins_left_out: str
+    twins_failed: str
     is_sound: bool
 
 
@@ -157,33 +161,28 @@ def _checked_layouts(plan: Plan, loaded: LoadedModel) -> tuple[LayoutNumerics, .
 
 def _twins(
     plan: Plan, loaded: LoadedModel, model: str, seq: int | None
-) -> tuple[tuple[TwinRun, ...], str]:
-    """Return the runs of twins, or why there are none."""
+) -> tuple[tuple[TwinRun, ...], str, str]:
+    """Return the runs of twins, or why there are none, or how they failed."""
     from autoplan.errors import EmitError
     from autoplan.twins import run_twins, shrink
 
     try:
         shrink(loaded)
     except Exception as error:  # a model that cannot be made small is no fault of the plan
-        return (), f"{type(error).__name__}: {error}"
+        return (), f"{type(error).__name__}: {error}", ""
     try:
-        return run_twins(plan, loaded, model, seq), ""
+        return run_twins(plan, loaded, model, seq), "", ""
     except EmitError as error:
-        failed = TwinRun(
-            mesh="not run",
-            loss_error=float("inf"),
-            gradient_error=float("inf"),
-            worst=str(error),
-            tolerance=0.0,
-        )
-        return (failed,), ""
+        return (), "", str(error)
 
 
-def _twin_text(twins: tuple[TwinRun, ...], reason: str) -> str:
+def _twin_text(twins: tuple[TwinRun, ...], reason: str, failure: str) -> str:
     from autoplan.report import table
 
     if reason:
         return f"no twin was trained: {reason}"
+    if failure:
+        return f"the twin failed: {failure}"
     rows = [("small twin", "loss error", "gradient error", "of", "allowed")]
     for run in twins:
         errors = (f"{run.loss_error:.0e}", f"{run.gradient_error:.0e}")

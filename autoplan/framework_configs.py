@@ -16,7 +16,8 @@ from typing import Any
 
 import yaml
 
-from autoplan.plan import Plan
+from autoplan.meshes import AXIS_ORDERS
+from autoplan.plan import BlockPlan, Plan
 
 __all__ = ["FORMATS", "FrameworkConfig", "framework_config"]
 
@@ -52,8 +53,14 @@ def framework_config(plan: Plan, name: str) -> FrameworkConfig:
 def _recompute_mode(plan: Plan) -> str:
     """Return none, full, selective, or mixed, of the blocks that are modules."""
     blocks = [b for stage in plan.stages for b in stage.blocks if b.fqn]
-    modes = {plan.recompute[b.recompute].mode for b in blocks}
+    modes = {_recomputes(plan, b) for b in blocks}
     return modes.pop() if len(modes) == 1 else "mixed" if modes else "none"
+
+
+def _recomputes(plan: Plan, block: BlockPlan) -> str:
+    """Return none, full or selective."""
+    mode = plan.recompute[block.recompute].mode
+    return "none" if mode == "offload" else mode
 
 
 def _marks(plan: Plan) -> tuple[str, ...]:
@@ -62,9 +69,7 @@ def _marks(plan: Plan) -> tuple[str, ...]:
         kept = sorted({name for r in plan.recompute.values() for name in r.keep})
         return (f"which results are kept in recomputed blocks: {', '.join(kept)}",)
     if mode == "mixed":
-        counts = Counter(
-            plan.recompute[b.recompute].mode for s in plan.stages for b in s.blocks if b.fqn
-        )
+        counts = Counter(_recomputes(plan, b) for s in plan.stages for b in s.blocks if b.fqn)
         text = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
         return (f"recompute differs by block ({text}); the config recomputes all of them",)
     return ()
@@ -74,6 +79,20 @@ def _layouts(plan: Plan) -> tuple[str, ...]:
     if plan.mesh.tp == 1:
         return ()
     return ("the tensor-parallel placements of this plan: the framework has its own",)
+
+
+def _saved_on_host(plan: Plan) -> tuple[str, ...]:
+    """Return what no framework expresses: blocks whose saved activations wait on the host."""
+    used = Counter(plan.recompute[b.recompute].mode for s in plan.stages for b in s.blocks)
+    if not used["offload"]:
+        return ()
+    return (f"saved activations of {used['offload']} blocks in host memory",)
+
+
+def _order(plan: Plan) -> tuple[str, ...]:
+    if plan.mesh.axis_order == AXIS_ORDERS[0]:
+        return ()
+    return (f"the order of the axes over ranks, {plan.mesh.axis_order}: the framework has its own",)
 
 
 def _slices_shared(plan: Plan) -> bool:
@@ -100,15 +119,21 @@ def _computes_in(plan: Plan) -> str:
     return "bfloat16" if is_reduced else "float32"
 
 
+def _shards(plan: Plan) -> int:
+    """Return over how many ranks states are sharded."""
+    return plan.mesh.dp // plan.mesh.dp_replicate if plan.zero_stage >= 1 else 1
+
+
 def _torchtitan(plan: Plan) -> FrameworkConfig:
     mesh, mode = plan.mesh, _recompute_mode(plan)
-    is_sharded = plan.zero_stage >= 1
     reshard = "always" if plan.zero_stage == 3 else "never"
     missing = [
         "releases of torchtitan after 0.2.2, which take no TOML: set the same options of the same "
         "names in a config function of its model",
         *_marks(plan),
         *_layouts(plan),
+        *_saved_on_host(plan),
+        *_order(plan),
     ]
     if plan.zero_stage in (1, 2):
         missing.append(f"ZeRO-{plan.zero_stage} exactly: FSDP2 without resharding after forward")
@@ -118,10 +143,11 @@ def _torchtitan(plan: Plan) -> FrameworkConfig:
         f"global_batch_size = {plan.global_batch_size}",
         f'mixed_precision_param = "{_computes_in(plan)}"',
         'mixed_precision_reduce = "float32"',
+        *(["enable_cpu_offload = true"] if plan.offload != "none" else []),
         "",
         "[parallelism]",
-        f"data_parallel_replicate_degree = {1 if is_sharded else mesh.dp}",
-        f"data_parallel_shard_degree = {mesh.dp if is_sharded else 1}",
+        f"data_parallel_replicate_degree = {mesh.dp // _shards(plan)}",
+        f"data_parallel_shard_degree = {_shards(plan)}",
         f'fsdp_reshard_after_forward = "{reshard}"',
         f"tensor_parallel_degree = {mesh.tp}",
         f"pipeline_parallel_degree = {mesh.pp}",
@@ -157,7 +183,15 @@ def _megatron(plan: Plan) -> FrameworkConfig:
         f"--micro-batch-size {plan.microbatch_size}",
         f"--global-batch-size {plan.global_batch_size}",
     ]
-    missing = [*_marks(plan), *_layouts(plan)]
+    missing = [*_marks(plan), *_layouts(plan), *_saved_on_host(plan)]
+    if mesh.axis_order == "tp-pp-dp":
+        flags.append("--use-tp-pp-dp-mapping")
+    if plan.offload != "none":
+        missing.append("shards of parameters, gradients and optimizer state in host memory")
+    if mesh.dp_replicate > 1:
+        missing.append(
+            f"{mesh.dp_replicate} replicas of the shards: they are sharded over all of dp"
+        )
     if not plan.shared:
         flags.append("--untie-embeddings-and-output-weights")
     elif mesh.tp > 1 and not _slices_shared(plan):
@@ -195,26 +229,30 @@ def _megatron(plan: Plan) -> FrameworkConfig:
         ]
     elif mode == "selective":
         flags.append("--recompute-granularity selective")
-    layers = _layers(plan)
-    if len(set(layers)) > 1:
-        flags += [
-            f"--decoder-first-pipeline-num-layers {layers[0]}",
-            f"--decoder-last-pipeline-num-layers {layers[-1]}",
-        ]
-        if len(set(layers[1:-1])) > 1:
-            missing.append(f"unequal stages in the middle: {layers} layers")
+    flags += _megatron_stages(plan)
     if plan.schedule in ("gpipe", "zero_bubble"):
         missing.append(f"schedule {plan.schedule}: Megatron runs 1F1B")
-    if plan.num_chunks > 1:
-        flags.append(f"--num-virtual-stages-per-pipeline-rank {plan.num_chunks}")
-        chunks = [sum(bool(b.fqn) for b in stage.blocks) for stage in plan.stages]
-        if len(set(chunks)) > 1:
-            missing.append(f"stages of unequal numbers of layers: {chunks}")
     if _computes_in(plan) == "bfloat16":
         flags.append("--bf16")
     if plan.autocast != "none":
         missing.append("autocast: Megatron keeps bfloat16 parameters beside float32 masters")
     return FrameworkConfig(text=" \\\n".join(flags), missing=tuple(missing))
+
+
+def _megatron_stages(plan: Plan) -> list[str]:
+    """Return the flags for the layers of each stage.
+
+    Unequal stages, of a rank too, are told as a layout: E is the embedding, t a layer, L the loss.
+    With the number of the first and last layers instead, the number of stages of a rank must divide
+    the layers of every rank.
+    """
+    layers = [sum(bool(b.fqn) for b in stage.blocks) for stage in plan.stages]
+    if len(set(layers)) > 1:
+        stages = ["t" * count for count in layers]
+        return [f'--pipeline-model-parallel-layout "E{"|".join(stages)}L"']
+    if plan.num_chunks > 1:
+        return [f"--num-virtual-stages-per-pipeline-rank {plan.num_chunks}"]
+    return []
 
 
 def _deepspeed(plan: Plan) -> FrameworkConfig:
@@ -226,7 +264,14 @@ def _deepspeed(plan: Plan) -> FrameworkConfig:
         "zero_optimization": {"stage": plan.zero_stage},
         "bf16": {"enabled": plan.mixed_precision == "bfloat16"},
     }
-    missing = [*_marks(plan), *_layouts(plan)]
+    missing = [*_marks(plan), *_layouts(plan), *_saved_on_host(plan), *_order(plan)]
+    if plan.offload != "none":
+        on_host = {"device": "cpu", "pin_memory": True}
+        config["zero_optimization"] |= {"offload_optimizer": on_host, "offload_param": on_host}
+    if mesh.dp_replicate > 1:
+        missing.append(
+            f"{mesh.dp_replicate} replicas of the shards: they are sharded over all of dp"
+        )
     if plan.autocast == "bfloat16":
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     if mesh.tp > 1 and plan.zero_stage == 3:
@@ -255,7 +300,7 @@ def _accelerate(plan: Plan) -> FrameworkConfig:
         "num_processes": mesh.world_size,
         "mixed_precision": "bf16" if _computes_in(plan) == "bfloat16" else "no",
     }
-    missing = [*_marks(plan), *_layouts(plan)]
+    missing = [*_marks(plan), *_layouts(plan), *_saved_on_host(plan), *_order(plan)]
     if is_sharded:
         config["fsdp_config"] = {
             "fsdp_version": 2,
@@ -263,14 +308,16 @@ def _accelerate(plan: Plan) -> FrameworkConfig:
             "fsdp_reshard_after_forward": plan.zero_stage == 3,
             "fsdp_activation_checkpointing": _recompute_mode(plan) != "none",
         }
+        if plan.offload != "none":
+            config["fsdp_config"]["fsdp_offload_params"] = True
         if plan.zero_stage in (1, 2):
             missing.append(f"ZeRO-{plan.zero_stage} exactly: FSDP2 that keeps parameters gathered")
     elif _recompute_mode(plan) != "none":
         missing.append("recompute without FSDP: call model.gradient_checkpointing_enable()")
-    if mesh.tp > 1:
+    if mesh.tp > 1 or mesh.dp_replicate > 1:
         config["parallelism_config"] = {
-            "parallelism_config_dp_replicate_size": 1 if is_sharded else mesh.dp,
-            "parallelism_config_dp_shard_size": mesh.dp if is_sharded else 1,
+            "parallelism_config_dp_replicate_size": mesh.dp // _shards(plan),
+            "parallelism_config_dp_shard_size": _shards(plan),
             "parallelism_config_tp_size": mesh.tp,
         }
     if mesh.pp > 1:

@@ -284,13 +284,16 @@ class Planner:
         degrees = [d for d in range(1, world + 1) if world % d == 0 and batch % d == 0]
         given = constraint_texts(self.pins, self.limits).values()
         pins = ", ".join(given) or "no pins"
-        rules = broken_rules(self.cluster, self.workload, num_blocks, self.pins)
+        can_split = splits(self.smallest_trace())
+        rules = broken_rules(
+            self.cluster, self.workload, num_blocks, self.pins, can_split=can_split
+        )
         return (
             f"no setting is possible for {world} devices, global batch {batch} and {pins}: "
             f"dp * tp * pp must be {world}, and dp * num_microbatches * microbatch_size must be "
             f"{batch} (dp may be {', '.join(map(str, degrees))}), with num_microbatches >= pp "
-            f"under 1f1b and pp <= {num_blocks} blocks with parameters; zero_stage above 0 needs "
-            "dp above 1" + "".join(f"; {rule}" for rule in rules)
+            f"under 1f1b and zero_bubble, and pp <= {num_blocks} blocks with parameters; "
+            "zero_stage above 0 needs dp above 1" + "".join(f"; {rule}" for rule in rules)
         )
 
     def search(

@@ -153,9 +153,11 @@ def _repaired(
             step_time_s, solution = min(fitting, key=lambda one: one[0])
             return _as_priced(planner, setting, posed, solution, step_time_s, cutoff), False
         # Below what this answer takes by the linear memory, or the same answer would come again.
+        # How stages are dealt is not in it: where that is the reason, steps get longer.
+        steps = 1 + attempt * (setting.virtual_stages > 1)
         linear = [cost.memory for cost in stage_costs(problem, found.ends, found.options)]
         capacity = tuple(
-            used - -(-over // pricer.memory_unit) if over > 0 else room
+            used - -(-steps * over // pricer.memory_unit) if over > 0 else room
             for room, used, over in zip(problem.capacity, linear, excess, strict=True)
         )
         problem = replace(problem, capacity=capacity)
@@ -242,25 +244,22 @@ def _as_dealt(
 ) -> PipelineSolution:
     """Return a solution with the time that its stages, as they were dealt, really take.
 
-    Its bound stays that of the ranks' shares, unless the two differ by no more than a cover does.
+    Of what lies above the bound of the ranks' shares as much counts as proven as a cover loses.
     """
     objective = max(solution.objective, to_ticks(step_time_s))
-    is_proven = solution.status == "optimal" and objective <= solution.bound * (1 + _DEALT)
+    is_final = solution.status == "optimal"
+    share = 1 + _DEALT if is_final else 1.0
+    bound = min(objective, int(solution.bound * share))
     if cutoff is not None and objective >= cutoff:
-        if is_proven:
+        if bound >= cutoff:
             return _without(cutoff)
-        return replace(
-            _without(cutoff),
-            status="unknown",
-            bound=min(solution.bound, cutoff),
-            is_final=solution.status == "optimal",
-        )
+        return replace(_without(cutoff), status="unknown", bound=bound, is_final=is_final)
     return replace(
         solution,
         objective=objective,
-        bound=objective if is_proven else solution.bound,
-        status="optimal" if is_proven else "feasible",
-        is_final=solution.status == "optimal",
+        bound=bound,
+        status="optimal" if bound == objective else "feasible",
+        is_final=is_final,
     )
 
 

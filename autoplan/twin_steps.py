@@ -1,13 +1,15 @@
 """A step of a twin under its plan, held against the single device.
 
 In float64 both agree to rounding. In the plan's own precision the single device is itself an
-approximation: how far it is from float64 says how far the plan may be.
+approximation: how far it is from float64 says how far the plan may be. Where a loss of the whole
+batch is another than the mean over its parts, as a plan's notes say, the single device runs the
+parts that the plan runs.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +18,16 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoplan.autocast import around_step, dtype_of
+from autoplan.batch_linearity import linearity_notes
 from autoplan.batches import reduce_loss, split_batch
 from autoplan.capturer import capture
+from autoplan.dimensions import program_dimensions
 from autoplan.dry_run_result import TwinRun
 from autoplan.emitter import parallelize
 from autoplan.models import LoadedModel
 from autoplan.plan import Plan
 from autoplan.program import Program
+from autoplan.shared_writes import changed_states
 from autoplan.training import global_batch
 
 __all__ = ["TWIN_ROWS", "Step", "captured_twin", "compare_step", "in_dtype", "within_own_error"]
@@ -59,20 +64,23 @@ def compare_step(plan: Plan, twin: LoadedModel) -> TwinRun:
     """Run a step of a twin plan on this rank and hold it against the single device."""
     batch = global_batch(twin.batch, plan.global_batch_size, 0)
     autocast = dtype_of(plan.autocast)
-    alone = _single_device(twin, batch, autocast)
+    program = captured_twin(twin)
+    parts = plan.mesh.dp * plan.num_microbatches if _differs_in_parts(program) else 1
+    batches = [_part(batch, program, index, parts) for index in range(parts)]
+    alone = _single_device(twin, batches, autocast)
     module = parallelize(plan, copy.deepcopy(twin.model), twin.batch, twin.loss_fn, device="cpu")
     loss = float(module.train_step(module.shard_batch(batch)))
     got = Step(loss=loss, gradients=module.full_gradients())
-    mesh = str(plan.mesh)
+    mesh = str(plan.mesh) + (f", beside one device in {parts} parts" if parts > 1 else "")
     if plan.mixed_precision == plan.autocast == "none":
-        return _exact(mesh, got, alone, _COARSE_TOLERANCE if _is_coarse(twin) else _TOLERANCE)
+        return _exact(mesh, got, alone, _COARSE_TOLERANCE if _is_coarse(program) else _TOLERANCE)
     wide = LoadedModel(
         model=copy.deepcopy(twin.model).double(),
         batch=twin.batch,
         loss_fn=twin.loss_fn,
         name=twin.name,
     )
-    true = _single_device(wide, in_dtype(batch, torch.float64), None)
+    true = _single_device(wide, [in_dtype(one, torch.float64) for one in batches], None)
     return within_own_error(f"{mesh} in bfloat16", got, alone, true)
 
 
@@ -84,15 +92,43 @@ class Step:
     gradients: Mapping[str, torch.Tensor]
 
 
-def _single_device(twin: LoadedModel, batch: Any, autocast: torch.dtype | None) -> Step:
-    """Return a step of the user's own module and forward on the whole batch."""
+def _differs_in_parts(program: Program) -> bool:
+    """Return whether the loss of a batch may be another than the mean over its parts."""
+    if any(state.calls for state in changed_states(program)):
+        return True  # statistics of a batch are those of a part
+    return bool(linearity_notes(program, program_dimensions(program)))
+
+
+def _part(batch: Any, program: Program, index: int, parts: int) -> Any:
+    """Return one of so many equal parts of the rows of a batch."""
+    dims = iter(program.batch_dims or (0,) * len(program.inputs))
+
+    def cut(leaf: Any) -> Any:
+        dim = next(dims) if isinstance(leaf, torch.Tensor) else None
+        if dim is None:
+            return leaf
+        rows = leaf.shape[dim] // parts
+        return leaf.narrow(dim, index * rows, rows)
+
+    return pytree.tree_map(cut, batch)
+
+
+def _single_device(twin: LoadedModel, batches: Sequence[Any], autocast: torch.dtype | None) -> Step:
+    """Return a step of the user's own module and forward: the mean over batches."""
     model: nn.Module = copy.deepcopy(twin.model)
-    args, kwargs, target = split_batch(model, batch, twin.loss_fn)
-    with around_step(autocast):
-        loss = reduce_loss(model(*args, **kwargs), twin.loss_fn, target)
-    loss.backward()  # type: ignore[no-untyped-call]
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    total = 0.0
+    for batch in batches:
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
+        args, kwargs, target = split_batch(model, batch, twin.loss_fn)
+        with around_step(autocast):
+            loss = reduce_loss(model(*args, **kwargs), twin.loss_fn, target)
+        loss = loss / len(batches)
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return Step(float(loss.detach()), gradients)
+    return Step(total, gradients)
 
 
 def _exact(mesh: str, got: Step, alone: Step, tolerance: float) -> TwinRun:
@@ -131,10 +167,9 @@ def within_own_error(mesh: str, got: Step, alone: Step, true: Step) -> TwinRun:
     )
 
 
-def _is_coarse(twin: LoadedModel) -> bool:
+def _is_coarse(program: Program) -> bool:
     """Return whether a twin computes in less than float64 somewhere."""
     narrow = {torch.float32, torch.bfloat16, torch.float16}
-    program = captured_twin(twin)
     metas = [op.meta for g in program.graphs for op in g.ops if op.meta is not None]
     return any(meta.dtype in narrow for meta in metas)
 

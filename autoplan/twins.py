@@ -312,16 +312,18 @@ def run_twins(
         EmitError: a process failed.
     """
     twin = shrink(loaded)
-    small = captured_twin(twin)
-    drawing = [op.name for graph in small.graphs for op in graph.ops if is_random(op)]
+    exact = captured_twin(twin)
+    drawing = [op.name for graph in exact.graphs for op in graph.ops if is_random(op)]
     if any("dropout" not in name and "attention" not in name for name in drawing):
         raise AutoplanError(f"{drawing[0]} draws random numbers, which a split draws otherwise")
     program = captured_for(plan, loaded.model, loaded.batch, loaded.loss_fn)
+    smalls = {torch.float64: exact}
     found = []
     for mesh, dtype in itertools.product(twin_degrees(plan.mesh), twin_dtypes(plan)):
         is_exact = dtype == torch.float64
-        if not is_exact:
-            small = captured_twin(shrink(loaded, dtype), plan.autocast)
+        if dtype not in smalls:
+            smalls[dtype] = captured_twin(shrink(loaded, dtype), plan.autocast)
+        small = smalls[dtype]
         with tempfile.TemporaryDirectory() as text:
             made = twin_plan(plan, program, small, mesh, is_exact=is_exact)
             made.save(Path(text) / "plan.json")

@@ -143,7 +143,7 @@ def test_the_choice_never_makes_the_optimum_slower(
     def none(*_: object) -> Iterator[tuple[tuple[int, str, str], ...]]:
         return iter(())
 
-    monkeypatch.setattr("autoplan.costs.shared_slices", none)
+    monkeypatch.setattr("autoplan.conventions.shared_slices", none)
     bound = find_plan(planner_of(TinyGPT(), batch, tp=tp), compare=False)
     assert free.predicted.step_time_s <= bound.predicted.step_time_s
     assert free.search.status == bound.search.status == "optimal"

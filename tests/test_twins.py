@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import unittest.mock
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from autoplan import codec
 from autoplan.capturer import capture
 from autoplan.dry_run_result import TwinRun
 from autoplan.models import LoadedModel
 from autoplan.plan import Mesh, Plan, Recompute
 from autoplan.program import Program
 from autoplan.twin_steps import Step, captured_twin, compare_step, within_own_error
-from autoplan.twins import shrink, twin_degrees, twin_dtypes, twin_plan
+from autoplan.twins import run_twins, shrink, twin_degrees, twin_dtypes, twin_plan
+from examples.gpt import loss_fn
 from tests.distributed import run_workers
 from tests.layouts import megatron
 from tests.numerics import build, global_batch, program_of
@@ -95,6 +100,44 @@ def test_twins_have_the_replicas_the_stages_a_rank_and_the_precision_of_the_plan
     assert exact.tolerance == 1e-9
     assert rounded.is_equal, rounded
     assert 1e-4 < rounded.gradient_error < rounded.tolerance < 0.5
+
+
+def test_every_twin_has_the_program_of_its_own_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, loss = build("gpt")
+    loaded = LoadedModel(model=model, batch=global_batch(2), loss_fn=loss, name="gpt")
+    layouts = megatron(program_of("gpt"), 2)
+    plan = hand_plan(
+        program_of("gpt"), "GPT", dp=2, tp=2, pp=2, num_microbatches=2, layouts=layouts,
+        mixed_precision="bfloat16",
+    )  # fmt: skip
+    monkeypatch.setattr("autoplan.twins.captured_for", lambda *_: program_of("gpt"))
+    fingerprints: dict[str, set[str]] = {"none": set(), "bfloat16": set()}
+
+    def run(arguments: list[str], nproc: int, **_: Any) -> None:
+        folder = Path(arguments[2])
+        made = Plan.load(folder / "plan.json")
+        fingerprints[made.mixed_precision].add(made.fingerprint)
+        result = TwinRun(mesh="", loss_error=0.0, gradient_error=0.0, worst="", tolerance=1.0)
+        (folder / "result.json").write_text(codec.dumps(result))
+
+    monkeypatch.setattr("autoplan.twins.launch", run)
+    assert len(run_twins(plan, loaded, "gpt")) == 6  # three pairs of degrees in two precisions
+    assert [len(own) for own in fingerprints.values()] == [1, 1]
+
+
+def test_a_loss_that_is_no_mean_over_rows_is_held_against_its_parts() -> None:
+    model, _ = build("gpt")
+
+    def balanced(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        return loss_fn(logits, batch) + logits.mean().square()
+
+    loaded = LoadedModel(model=model, batch=global_batch(2), loss_fn=balanced, name="gpt")
+    twin = shrink(loaded)
+    program = captured_twin(twin)
+    plan = hand_plan(program, "GPT", dp=2, zero_stage=3, num_microbatches=2)
+    (found, _) = run_workers(_run_all, 2, [(plan, twin, program)])
+    assert found[0].is_equal, found
+    assert found[0].mesh.endswith("beside one device in 4 parts")
 
 
 def test_a_twin_is_interleaved_only_where_no_rank_reads_a_parameter_twice() -> None:

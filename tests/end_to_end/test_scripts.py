@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 import autoplan
+from autoplan.capturer import capture
 from autoplan.errors import EmitError
 from autoplan.framework_configs import FORMATS, framework_config
 from autoplan.launcher import launch
@@ -20,6 +22,7 @@ from autoplan.script_writer import write_script
 from autoplan.training import train
 from tests.distributed import run_workers
 from tests.end_to_end.standalone_model import build
+from tests.layouts import sliced_ties
 from tests.models_for_tests import GatedNet, mean_square
 from tests.numerics import program_of
 from tests.plans import hand_plan
@@ -46,9 +49,18 @@ def loaded() -> LoadedModel:
 
 
 def plan_of(options: dict[str, Any]) -> Plan:
-    """Return a plan for four processes."""
+    """Return a plan for four processes; over tp the tied weight lies in slices."""
     model, batch, loss = build()
-    return autoplan.optimize(model, "4:cpu", batch, loss_fn=loss, compare=False, **options)
+    plan = autoplan.optimize(model, "4:cpu", batch, loss_fn=loss, compare=False, **options)
+    if plan.mesh.tp == 1:
+        return plan
+    program = capture(model, batch, loss, microbatch_size=plan.microbatch_size)
+    sliced = sliced_ties(program, plan.mesh.tp)
+    placements = {
+        name: replace(sliced[own.block], borders=own.borders) if own.block in sliced else own
+        for name, own in plan.placements.items()
+    }
+    return replace(plan, placements=placements)
 
 
 def _losses(rank: int, plan: Plan) -> list[float]:
@@ -62,6 +74,7 @@ def test_a_written_script_gives_the_losses_of_the_plan(
     plan = plan_of(options)
     script = tmp_path / "train.py"
     script.write_text(write_script(plan, loaded(), f"{MODEL}:build"))
+    assert plan.mesh.tp == 1 or "one parameter, in slices S" in script.read_text()
     assert not re.search(r"^\s*(import|from) autoplan", script.read_text(), re.MULTILINE)
     env = {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
     arguments = [str(script), "--steps", str(STEPS)]
@@ -88,6 +101,26 @@ def test_an_opaque_module_is_refused_by_name() -> None:
     given = LoadedModel(model=model, batch=x, loss_fn=mean_square, name="GatedNet")
     with pytest.raises(EmitError, match="a script cannot name it"):
         write_script(plan, given, f"{MODEL}:build")
+
+
+def test_configs_tell_replicas_offload_and_unequal_stages() -> None:
+    program = program_of("gpt")
+    hybrid = hand_plan(program, "GPT", dp=4, dp_replicate=2, zero_stage=3, offload="optimizer")
+    texts = {name: framework_config(hybrid, name) for name in FORMATS}
+    assert "data_parallel_replicate_degree = 2" in texts["torchtitan"].text
+    assert "data_parallel_shard_degree = 2" in texts["torchtitan"].text
+    assert "enable_cpu_offload = true" in texts["torchtitan"].text
+    zero = json.loads(texts["deepspeed"].text)["zero_optimization"]
+    assert zero["offload_param"]["device"] == zero["offload_optimizer"]["device"] == "cpu"
+    accelerate = yaml.safe_load(texts["accelerate"].text)
+    assert accelerate["fsdp_config"]["fsdp_offload_params"]
+    assert accelerate["parallelism_config"]["parallelism_config_dp_shard_size"] == 2
+    for name in ("megatron", "deepspeed"):
+        assert any("2 replicas of the shards" in line for line in texts[name].missing)
+    assert any("in host memory" in line for line in texts["megatron"].missing)
+    blocks = [index for index, call in enumerate(program.calls) if call.fqn]
+    uneven = hand_plan(program, "GPT", pp=2, num_microbatches=2, first_calls=[blocks[3]])
+    assert '--pipeline-model-parallel-layout "Ettt|tL"' in framework_config(uneven, "megatron").text
 
 
 def test_configs_of_other_frameworks_say_what_they_cannot_express() -> None:
