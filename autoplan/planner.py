@@ -314,6 +314,7 @@ class Planner:
                     lambda s=setting: blocks_bound(self, s),  # type: ignore[misc]
                     lambda s=setting: frontiers_bound(self, s),  # type: ignore[misc]
                     lambda s=setting: memory_bound(self, s),  # type: ignore[misc]
+                    lambda s=setting: relaxation_bound(self, s, is_quick=True),  # type: ignore[misc]
                     lambda s=setting: relaxation_bound(self, s),  # type: ignore[misc]
                 ),
                 group=(setting.tp, _reference_rows(setting.microbatch_size)),

@@ -123,17 +123,19 @@ def _solve_convention(
     return replace(solution, variant=variant)
 
 
-def relaxation_bound(planner: Planner, setting: Setting) -> Refinement:
-    """Return a bound from the best cuts of a relaxation of each stage, or why nothing fits."""
-    leanness = sorted(
-        {is_lean for _, is_lean in variants(planner.pricer(setting.microbatch_size), setting)}
-    )
+def relaxation_bound(planner: Planner, setting: Setting, *, is_quick: bool = False) -> Refinement:
+    """Return a bound from the best cuts of a relaxation of each stage, or why nothing fits.
 
-    def bound_of(convention: Convention) -> int | None:
+    With `is_quick` only the most promising convention is relaxed, see `least_bound`.
+    """
+    pricer = planner.pricer(setting.microbatch_size)
+    leanness = sorted({is_lean for _, is_lean in variants(pricer, setting)})
+
+    def relaxed(convention: Convention) -> int | None:
         found = [_posed(planner, setting, convention, is_lean).bound for is_lean in leanness]
         return min((bound for bound in found if bound is not None), default=None)
 
-    bound = least_bound(planner, setting, bound_of)
+    bound = least_bound(planner, setting, relaxed, is_quick=is_quick)
     return Refinement(infeasible=NOTHING_FITS) if bound is None else Refinement(bound=bound)
 
 
