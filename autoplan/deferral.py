@@ -71,7 +71,7 @@ def stage_backward(trace: Trace, calls: Sequence[int]) -> StageBackward:
         return "late"
     if _share(trace, calls):
         return "whole" if _reads_again(trace, calls) else "split"
-    is_whole = any(_reads_again(trace, (index,)) for index in _one_of_each(trace, calls))
+    is_whole = any(_block_reads_again(trace, index) for index in _one_of_each(trace, calls))
     return "whole" if is_whole else "split"
 
 
@@ -82,7 +82,7 @@ def splits(trace: Trace) -> bool:
     """
     if _share(trace, range(1, len(trace.calls))):
         return False
-    return not any(_reads_again(trace, (index,)) for index in _one_of_each(trace))
+    return not any(_block_reads_again(trace, index) for index in _one_of_each(trace))
 
 
 def graph_nodes(trace: Trace) -> int:
@@ -115,6 +115,25 @@ def _share(trace: Trace, calls: Sequence[int]) -> bool:
         if own & seen:
             return True
         seen |= own
+    return False
+
+
+def _block_reads_again(trace: Trace, index: int) -> bool:
+    """Return whether one call does by itself; most blocks read every parameter in one place."""
+    call = trace.calls[index]
+    block = trace.blocks[call.block]
+    names = _trained(trace, call.block, call.states)
+    if any(len(set(group).intersection(names)) > 1 for group in trace.shared):
+        return _reads_again(trace, (index,))
+    beside = {state.name for state in block.states if state.is_trained}
+    seen: set[str] = set()
+    for op in block.ops:
+        own = beside.intersection(op.inputs)
+        if own & seen:
+            return _reads_again(trace, (index,))
+        seen |= own
+        if own and beside.issuperset(op.inputs):
+            beside.add(op.name)
     return False
 
 
