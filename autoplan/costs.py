@@ -15,6 +15,7 @@ from autoplan.block_work import BlockWork, LayoutWork, layout_work, make_work
 from autoplan.call_prices import BlockPrice, call_price, overlaps, split_seconds
 from autoplan.cluster import Cluster
 from autoplan.conventions import WHOLE, Convention, StateSlices, possible_conventions
+from autoplan.deferral import graph_nodes
 from autoplan.frontiers import Decision, Frontiers
 from autoplan.graph import Trace
 from autoplan.local import localize
@@ -301,17 +302,12 @@ class Pricer:
     def split_s(self, work: BlockWork, setting: Setting) -> tuple[float, float]:
         """Return seconds of the host for a split of a block's backward: to the inputs, and later.
 
-        Half the nodes of an even stage are taken to lie below the block. The first stage is priced
-        like the others, though all of its backward runs later.
+        Half the nodes of an even stage lie below the block. The first stage is priced like others.
         """
         if setting.schedule != "zero_bubble":
             return 0.0, 0.0
         if self._num_nodes is None:
-            by_block = [
-                sum(op.needs_grad for op in block.ops) + sum(s.is_trained for s in block.states)
-                for block in self.trace.blocks
-            ]
-            self._num_nodes = sum(by_block[call.block] for call in self.trace.calls)
+            self._num_nodes = graph_nodes(self.trace)
         nodes = self._num_nodes / (2 * setting.pp * setting.virtual_stages)
         return split_seconds(work, nodes, self.cluster)
 

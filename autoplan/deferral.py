@@ -18,7 +18,7 @@ from autoplan.graph import Trace
 from autoplan.local import LocalBlock
 from autoplan.stage_costs import StageBackward
 
-__all__ = ["OpPart", "op_parts", "released_bytes", "splits", "stage_backward"]
+__all__ = ["OpPart", "graph_nodes", "op_parts", "released_bytes", "splits", "stage_backward"]
 
 OpPart = Literal["inputs", "joint", "weights"]
 """Whether an op's backward runs at once, in two parts, or later."""
@@ -83,6 +83,15 @@ def splits(trace: Trace) -> bool:
     if _share(trace, range(1, len(trace.calls))):
         return False
     return not any(_reads_again(trace, (index,)) for index in _one_of_each(trace))
+
+
+def graph_nodes(trace: Trace) -> int:
+    """Return the ops of a whole chain that have a backward, and parameters that get a gradient."""
+    by_block = [
+        sum(op.needs_grad for op in block.ops) + sum(state.is_trained for state in block.states)
+        for block in trace.blocks
+    ]
+    return sum(by_block[call.block] for call in trace.calls)
 
 
 def _one_of_each(trace: Trace, calls: Sequence[int] | None = None) -> list[int]:

@@ -42,7 +42,8 @@ def cuts_within(
         times = table.time[stage, start]
         sums = total + times + rest[stage + 1]
         paces = np.maximum(np.maximum(slowest, times), peak[stage + 1])
-        for end in np.nonzero(sums + weight * paces <= room)[0].tolist():
+        reachable = np.nonzero((sums < UNREACHABLE) & (paces < UNREACHABLE))[0]
+        for end in reachable[sums[reachable] + weight * paces[reachable] <= room].tolist():
             time = int(times[end])
             yield from ends_from(stage + 1, end, total + time, max(slowest, time), (*before, end))
 

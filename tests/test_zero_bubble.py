@@ -12,12 +12,16 @@ import torch
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from autoplan.bounds import blocks_bound, frontiers_bound, memory_bound, ops_bound
 from autoplan.cluster import Cluster
 from autoplan.errors import InfeasibleError
 from autoplan.optimizing import find_plan, optimize
 from autoplan.plan import Plan
-from autoplan.planner import make_planner
+from autoplan.planner import Planner, make_planner
+from autoplan.setting_solver import relaxation_bound, solve_setting
+from autoplan.settings import Setting
 from autoplan.stage_check import check_schedule
+from autoplan.units import to_ticks
 from autoplan.verifier import verify_plan
 from examples.gpt import GPT, GPTConfig, batch_like, loss_fn
 from tests.distributed import run_workers
@@ -171,7 +175,30 @@ def test_the_fastest_split_is_the_one_that_exhaustive_search_finds(
     assert best is not None
     assert plan.predicted.step_time_s == pytest.approx(best, rel=1e-6)
     assert plan.search.status == "optimal"
+    (setting,) = split.settings()
+    # Seconds of each block are rounded up to a tick before they are summed.
+    assert max(bounds_of(split, setting)) <= to_ticks(best) * (1 + 1e-5)
     assert verify_plan(plan, split.exact_trace(1), cluster) == ()
+
+
+def bounds_of(planner: Planner, setting: Setting) -> list[int]:
+    """Return all bounds of a setting, in ticks."""
+    refined = (blocks_bound, frontiers_bound, memory_bound, relaxation_bound)
+    return [ops_bound(planner, setting), *(bound(planner, setting).bound for bound in refined)]
+
+
+def test_no_solution_of_a_split_is_below_its_bounds() -> None:
+    with torch.device("meta"):
+        model = LinearChain(width=2048, depth=13)
+    batch = torch.empty(4096, 2048, device="meta")
+    pins = {"schedule": "zero_bubble", "microbatch_size": 256}
+    planner = make_planner(model, GPUS, batch, loss_fn=mean_square, pins=pins)
+    found = planner.settings()
+    assert {(s.pp, s.virtual_stages, s.tp) for s in found} >= {(4, 1, 1), (4, 2, 1), (2, 2, 2)}
+    for setting in found:
+        solution = solve_setting(planner, setting, None, 60.0)
+        assert solution.status == "optimal", setting
+        assert max(bounds_of(planner, setting)) <= solution.objective, setting
 
 
 @settings(LAWS, max_examples=4)
