@@ -42,6 +42,8 @@ __all__ = [
     "sliced_dim",
     "start_sends",
     "strided_dim",
+    "wait",
+    "waiting_at_most",
 ]
 
 
@@ -70,6 +72,7 @@ _make_gradients = _probe(
 _Action = _probe(torch_schedules, "_Action")
 _ComputationType = _probe(torch_schedules, "_ComputationType")
 _batch_p2p = _probe(torch_schedules, "_batch_p2p")
+_probe(torch_schedules, "_wait_batch_p2p")
 _AUTOGRAD_THREAD = "pt_autograd_"  # torch/csrc/autograd/engine.cpp, Engine::thread_init
 
 
@@ -83,6 +86,30 @@ def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
     """Set how long a collective of `group` may wait before it raises."""
     if dist.get_backend(group) != "fake":
         _set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+
+def wait(work: Any, timeout_s: float | None) -> None:
+    """Wait for a message.
+
+    Gloo waits for a peer that hangs without an end, whatever time its group has, unless it is told
+    a time here. NCCL would block the host, and has a watchdog with the group's time: None.
+    """
+    if timeout_s is None:
+        work.wait()
+    else:
+        work.wait(timedelta(seconds=timeout_s))
+
+
+@contextlib.contextmanager
+def waiting_at_most(timeout_s: float | None) -> Iterator[None]:
+    """Let torch's pipeline schedules wait for a message as `wait` does."""
+
+    def wait_for_all(works: Sequence[Any]) -> None:
+        for work in works:
+            wait(work, timeout_s)
+
+    with replaced(torch_schedules, _wait_batch_p2p=wait_for_all):
+        yield
 
 
 def all_reduce_together(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> Any:

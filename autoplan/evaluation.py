@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autoplan import compat
 from autoplan.alike_programs import alike_axes, assign_calls
 from autoplan.batches import BatchDims, LossFn
 from autoplan.calls import BoundCall, bind_call, install
@@ -88,6 +89,7 @@ class Evaluator:
         root: of the stage.
         mesh: (pp, dp, tp), or None for one process.
         device: where the stage computes.
+        timeout_s: how long a message may wait before it raises.
     """
 
     plan: Plan
@@ -99,6 +101,7 @@ class Evaluator:
     root: StageRoot
     mesh: DeviceMesh | None
     device: torch.device
+    timeout_s: float
     _forms: dict[Any, _Form] = field(default_factory=dict)
     _stored: dict[str, Placement] | None = None
 
@@ -163,17 +166,19 @@ class Evaluator:
         received = [torch.empty_like(x, device=self.device) for x in form.inputs]
         for tensor in received:
             assert self.mesh is not None, "a pipeline has a mesh"
-            dist.recv(tensor, src=self._peer(self._stage - 1), group=self.mesh.get_group("pp"))
+            group = self.mesh.get_group("pp")
+            self._wait(dist.irecv(tensor, src=self._peer(self._stage - 1), group=group))
         return received
+
+    def _wait(self, work: Any) -> None:
+        compat.wait(work, self.timeout_s if self.device.type == "cpu" else None)
 
     def _send(self, form: _Form, outputs: Sequence[torch.Tensor]) -> None:
         assert self.mesh is not None, "a pipeline has a mesh"
         for tensor, dtype in zip(outputs, form.outputs, strict=True):
-            dist.send(
-                tensor.to(dtype).contiguous(),
-                dst=self._peer(self._stage + 1),
-                group=self.mesh.get_group("pp"),
-            )
+            group = self.mesh.get_group("pp")
+            left = tensor.to(dtype).contiguous()
+            self._wait(dist.isend(left, dst=self._peer(self._stage + 1), group=group))
 
     def _form(self, batch: Any, *, is_loss: bool) -> _Form:
         leaves, spec = pytree.tree_flatten(batch)

@@ -22,6 +22,8 @@ __all__ = ["ERROR_FOLDER", "LaunchResult", "launch"]
 ERROR_FOLDER = "AUTOPLAN_ERROR_FOLDER"
 
 _GRACE_S = 2.0
+_GRACE_AFTER_ERROR_S = 5.0
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,7 @@ def launch(
         reader = threading.Thread(target=_read, args=(process.stdout, lines, echo), daemon=True)
         reader.start()
         try:
-            status = process.wait(timeout=timeout_s)
+            status = _wait(process, Path(folder), started + timeout_s)
         except subprocess.TimeoutExpired:
             raise EmitError(
                 f"the launch of {' '.join(arguments)} on {nproc} processes did not end in "
@@ -93,6 +95,26 @@ def launch(
         if status != 0:
             raise EmitError(_first_error(Path(folder), status, lines))
         return LaunchResult(output="".join(lines), wall_time_s=time.monotonic() - started)
+
+
+def _wait(process: subprocess.Popen[str], folder: Path, deadline: float) -> int:
+    """Return torchrun's status; it has some seconds to end after the first error of a rank.
+
+    It would give a rank that hangs, or is stopped, half a minute to end by itself.
+
+    Raises:
+        subprocess.TimeoutExpired: the deadline came before any error.
+    """
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return process.wait(timeout=min(_POLL_S, max(left, 0.0)))
+        except subprocess.TimeoutExpired:
+            errors = [path.stat().st_mtime for path in folder.glob("error.*")]
+            if errors and time.time() - min(errors) > _GRACE_AFTER_ERROR_S:
+                return 1
+            if left <= 0:
+                raise
 
 
 def _others(nproc: int, kind: str) -> str:

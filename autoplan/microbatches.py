@@ -26,6 +26,8 @@ from autoplan.transfers import Message, Step, buffers, settled_sends, with_messa
 __all__ = ["PipelinePart", "pipeline_runner"]
 
 _MULTI = ("interleaved", "zero_bubble")
+_Finish = Callable[[float | None], None]
+"""Waits for what was sent, so many seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,7 @@ def pipeline_runner(
     is_hidden: bool,
     device: torch.device,
     group: dist.ProcessGroup,
+    timeout_s: float,
 ) -> Callable[[int], list[torch.Tensor]]:
     """Return what runs all micro-batches of a step and returns the losses of the last stage.
 
@@ -67,15 +70,18 @@ def pipeline_runner(
         is_hidden: keep torch's runtime from seeing an FSDP root.
         device: where the stages compute.
         group: this rank's peers on the other stages.
+        timeout_s: how long a message may wait before it raises.
     """
+    limit = timeout_s if device.type == "cpu" else None
     made = _made_by_list if schedule in _MULTI else _made_by_torch
     runner, finish = made(parts, num_stages, schedule, num_microbatches, is_hidden, device, group)
     target = torch.zeros(num_microbatches, 1)
 
     def run(count: int) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
-        runner.step(target=target, losses=losses, return_outputs=False)
-        finish()
+        with compat.waiting_at_most(limit):
+            runner.step(target=target, losses=losses, return_outputs=False)
+            finish(limit)
         return losses
 
     return run
@@ -89,7 +95,7 @@ def _made_by_torch(
     is_hidden: bool,
     device: torch.device,
     group: dist.ProcessGroup,
-) -> tuple[Any, Callable[[], None]]:
+) -> tuple[Any, _Finish]:
     """Return torch's schedule of one stage a rank.
 
     Under 1F1B an activation's buffer is free once the backward of its micro-batch ended, and a
@@ -108,7 +114,7 @@ def _made_by_torch(
     )
     kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[schedule]
     runner = kind(piece, num_microbatches, loss_fn=_first, scale_grads=False)
-    return runner, lambda: None
+    return runner, lambda limit: None
 
 
 def _made_by_list(
@@ -119,7 +125,7 @@ def _made_by_list(
     is_hidden: bool,
     device: torch.device,
     group: dist.ProcessGroup,
-) -> tuple[Any, Callable[[], None]]:
+) -> tuple[Any, _Finish]:
     """Return torch's schedule of several stages a rank, running our list with its messages.
 
     The list is torch's own; an FSDP root that it sees is gathered once, when the step begins, and
@@ -183,17 +189,17 @@ class _Sender:
         """Start a send, once those that cannot block have ended."""
         message = Message(stage, True, is_gradient, microbatch)
         for earlier in self._settled[message]:
-            self._wait(earlier)
+            self._wait(earlier, None)  # these have been received
         self._works[message] = compat.start_sends(stages[stage], is_gradient, microbatch)
 
-    def finish(self) -> None:
-        """Wait for what is left."""
+    def finish(self, limit: float | None) -> None:
+        """Wait for what is left, so many seconds for each."""
         for message in list(self._works):
-            self._wait(message)
+            self._wait(message, limit)
 
-    def _wait(self, message: Message) -> None:
+    def _wait(self, message: Message, limit: float | None) -> None:
         for work in self._works.pop(message):
-            work.wait()
+            compat.wait(work, limit)
 
 
 def _stage(

@@ -46,7 +46,7 @@ from autoplan.search.candidates import Candidate
 from autoplan.search.forks import Beside, usable_cores
 from autoplan.search.mesh import MeshResult, Progress, search_settings
 from autoplan.search.problem import PipelineSolution
-from autoplan.setting_problem import pipeline_problem
+from autoplan.setting_problem import pipeline_problem, variants
 from autoplan.setting_rules import broken_rules
 from autoplan.setting_solver import Posed, relaxation_bound, solve_setting
 from autoplan.settings import (
@@ -114,7 +114,7 @@ class Planner:
     workers: int | None = None
     _elsewhere: set[int] = field(default_factory=set)
     _usable: dict[int, Trace] = field(default_factory=dict)
-    posed: dict[tuple[Setting, Convention, bool], Posed] = field(default_factory=dict)
+    posed: dict[tuple[Setting, Convention, bool, bool], Posed] = field(default_factory=dict)
     least: dict[tuple[Setting, Convention], LeastCalls] = field(default_factory=dict)
     state_bytes: int | None = None
     strided: list[ParameterTrace] | None = None
@@ -336,8 +336,9 @@ class Planner:
         self, setting: Setting, solution: PipelineSolution
     ) -> tuple[tuple[int, ...], list[Decision]]:
         """Return stage ends and one decision per call of a solution."""
-        conventions = self.pricer(setting.microbatch_size).conventions(setting.tp)
-        per_call = pipeline_problem(self, setting, conventions[solution.variant]).per_call
+        pricer = self.pricer(setting.microbatch_size)
+        convention, is_lean = variants(pricer, setting)[solution.variant]
+        per_call = pipeline_problem(self, setting, convention, is_lean=is_lean).per_call
         chosen = [
             decisions[option] for decisions, option in zip(per_call, solution.options, strict=True)
         ]

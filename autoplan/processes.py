@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from autoplan import compat
 from autoplan.errors import EmitError
 from autoplan.launcher import ERROR_FOLDER
 from autoplan.plan import Mesh
@@ -21,12 +22,14 @@ from autoplan.plan import Mesh
 __all__ = ["agree", "ensure_process_group", "exit_worker", "run_worker", "seed_rank", "seed_ranks"]
 
 _SEED_STRIDE = 1_000_003
+_made_here: list[dist.ProcessGroup] = []
 
 
 def ensure_process_group(device: torch.device | str | None, timeout_s: float) -> torch.device:
     """Return the device to run on; makes the process group if there is none.
 
-    With torchrun's environment the group has its processes, otherwise this one process.
+    A collective of a group that is made here waits `timeout_s` at most. With torchrun's environment
+    the group has its processes, otherwise this one process.
     """
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if device is None:
@@ -36,7 +39,11 @@ def ensure_process_group(device: torch.device | str | None, timeout_s: float) ->
         place = torch.device("cuda", local % torch.cuda.device_count())
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    if not dist.is_initialized():
+    if dist.is_initialized():
+        world = dist.group.WORLD
+        if world is not None and world in _made_here:  # with another time, for a search perhaps
+            compat.set_timeout(world, timeout_s)
+    else:
         timeout = timedelta(seconds=timeout_s)
         backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -44,6 +51,8 @@ def ensure_process_group(device: torch.device | str | None, timeout_s: float) ->
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        assert dist.group.WORLD is not None, "a process group was made"
+        _made_here[:] = [dist.group.WORLD]
     return place
 
 

@@ -129,6 +129,7 @@ class RankEmission:
                     root=part.root,
                     mesh=self.mesh,
                     device=self.device,
+                    timeout_s=self.timeout_s,
                 )
                 for stage, part in zip(own, parts, strict=True)
             ]
@@ -267,6 +268,7 @@ class RankEmission:
             is_hidden=self.plan.zero_stage >= 2 and is_wrapped,
             device=self.device,
             group=self.mesh.get_group("pp"),
+            timeout_s=self.timeout_s,
         )
 
     def _splitter(self, wanted: Sequence[int]) -> BatchSplitter:

@@ -8,6 +8,7 @@ all parameters during forward and backward, so it is used only where that copy h
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -239,6 +240,8 @@ def shard(
             parameters=list(root.parameters()), group=mesh.get_group(), overlaps=not is_pipeline
         )
     root.give_scalars_a_dimension()
+    # FSDP warns of writes to what a module returned: see `autoplan.written_inputs`.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     policy = MixedPrecisionPolicy()
     if is_mixed:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -36,6 +36,9 @@ from autoplan.ties import make_ties
 __all__ = ["CallSpec", "Degrees", "ScriptPlan", "StageSpec", "build_stage", "make_mesh"]
 
 
+_TIMEOUT_S = 600.0  # of a message between stages
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Degrees:
     """Degrees of data, tensor and pipeline parallelism, and how ranks are numbered over them."""
@@ -183,6 +186,7 @@ def build_stage(
             and (plan.mesh.dp > 1 or is_mixed or plan.offload != "none"),
             device=device,
             group=mesh.get_group("pp"),
+            timeout_s=_TIMEOUT_S,
         )
     splitter = BatchSplitter(
         keys=plan.input_keys,

@@ -240,6 +240,7 @@ def test_an_engine_is_told_from_the_framework(change: dict[str, str], engine: st
         ("section: A100 40GB with 1600 Gbps node-node interconnect (RoCE)", 1600),
         ("local batch size 2; 400 Gb/s CX-7 per GPU; sampled", 3200),
         ("22.488 GB usable; tokens 4x100", None),
+        ("400 Gb/s InfiniBand", None),
     ],
 )
 def test_a_stated_network_takes_the_place_of_the_profiles(

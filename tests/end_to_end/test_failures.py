@@ -6,7 +6,6 @@ Plans for other models, other numbers of processes and other batches: see `tests
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ WORKER = str(Path(__file__).parent / "worker.py")
 def run(folder: Path, *arguments: str, nproc: int = 2) -> str:
     """Run the worker and return what rank 0 printed; its processes note their numbers."""
     env = {"PIDS": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return launch([WORKER, *arguments], nproc, timeout_s=60, env=env, echo=False).output
+    return launch([WORKER, *arguments], nproc, timeout_s=180, env=env, echo=False).output
 
 
 def alive(folder: Path) -> list[int]:
@@ -46,11 +45,10 @@ def test_a_plan_searched_on_rank_0_is_run_by_every_rank(tmp_path: Path) -> None:
     [
         ("raise", r"rank 1 failed first:(.|\n)*ArithmeticError: told to fail"),
         ("kill", r"rank 1 was ended by SIGKILL"),
+        ("stop", r"rank 0 failed first:(.|\n)*in train_step(.|\n)*Timed out"),
     ],
 )
-def test_a_rank_that_ends_in_a_step_ends_the_launch(tmp_path: Path, how: str, message: str) -> None:
-    started = time.monotonic()
-    with pytest.raises(EmitError, match=message):
+def test_a_rank_that_ends_or_hangs_ends_the_launch(tmp_path: Path, how: str, message: str) -> None:
+    with pytest.raises(EmitError, match=message):  # not that the launch took too long
         run(tmp_path, how)
-    assert time.monotonic() - started < 50
     assert alive(tmp_path) == []

@@ -15,6 +15,7 @@ CHOSEN = (
     "pp 4, recompute all",
     "pp 2, 2 stages a rank, ZeRO-1",
     "pp 4, zero bubble",
+    "pp 2, 2 stages a rank, zero bubble",
     "tp 2 x ZeRO-3",
 )
 

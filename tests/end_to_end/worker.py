@@ -2,7 +2,7 @@
 
     worker.py HOW
 
-HOW is `work`, or what rank 1 does in its second forward: `raise` or `kill` (itself).
+HOW is `work`, or what rank 1 does in its second forward: `raise`, `kill` (itself) or `stop`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def gpt() -> tuple[GPT, Any, Any]:
 def _fail(how: str) -> None:
     if how == "raise":
         raise ArithmeticError("told to fail")
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
     )
     module = plan.parallelize(model, timeout_s=20)
     for step in range(3):
-        if step == 1 and rank == 1 and how in ("raise", "kill"):
+        if step == 1 and rank == 1 and how != "work":
             root = module.__dict__["_root"]
             root.register_forward_pre_hook(lambda *_: _fail(how))
         value = module.train_step(module.shard_batch(batch))

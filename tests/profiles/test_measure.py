@@ -93,13 +93,13 @@ def test_ctrl_c_keeps_what_was_measured_and_the_next_run_goes_on(tmp_path: Path)
             signal.raise_signal(signal.SIGINT)
 
     with stoppable() as stop:
-        profile_command("cpu", file, budget_s=600.0, progress=interrupt)
+        profile_command("cpu", file, budget_s=20.0, progress=interrupt)
     assert stop.is_asked
     few = load_profile(file)
     assert few.intra is None  # links would have been measured last
     before = signal.getsignal(signal.SIGINT)
     with stoppable() as stop:
-        profile_command("cpu", file, budget_s=1.0, with_links=False)
+        profile_command("cpu", file, budget_s=0.5, with_links=False)
     assert not stop.is_asked
     assert signal.getsignal(signal.SIGINT) is before
     rows = {(t.dtype, t.direction): set(t.rows) for t in load_profile(file).gemm}
