@@ -24,7 +24,7 @@ from autoplan.tensor_layout import boundary_of, leaving_placement
 from autoplan.times import OpTime, Timer
 from autoplan.units import to_ticks
 
-__all__ = ["ChoiceModel", "Decision", "legal_options", "may_keep"]
+__all__ = ["ChoiceModel", "Decision", "has_options", "legal_options", "may_keep"]
 
 _STATIC_FACTOR = 4  # parameter, gradient and two moments; steers the choice only
 _MAX_UNITS = 2**22
@@ -370,6 +370,15 @@ def legal_options(
         for o in options
         if (o.axis in ("whole", "partial") or o.size % degree == 0) and reads_as_stored(o)
     )
+
+
+def has_options(
+    block: BlockTrace, degree: int, slices: Sequence[tuple[str, str]], whole: frozenset[str]
+) -> bool:
+    """Return whether every op of a block can read states as they must be stored."""
+    placed = dict(slices)
+    rest = whole.difference(placed)
+    return all(legal_options(op, degree, rest, placed) for op in block.ops)
 
 
 def may_keep(op: OpTrace, option: ShardOption) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 from autoplan.conventions import Convention
@@ -170,39 +171,64 @@ def most_bytes(planner: Planner, setting: Setting) -> int:
 
 def blocks_bound(planner: Planner, setting: Setting) -> Refinement:
     """Return a bound from the fastest way to run each block alone, whatever memory it takes."""
+    conventions = planner.pricer(setting.microbatch_size).conventions(setting.tp)
+    return Refinement(bound=min(_alone(planner, setting, own) for own in conventions))
+
+
+def _alone(planner: Planner, setting: Setting, convention: Convention) -> int:
+    """Return ticks below which no step is, from the fastest way to run each block alone."""
     pricer = planner.pricer(setting.microbatch_size)
-    bounds = []
-    for convention in pricer.conventions(setting.tp):
-        by_block = [
-            pricer.fastest_s(block, setting.tp, convention)
-            for block in range(len(pricer.trace.blocks))
-        ]
-        seconds = [by_block[call.block] for call in pricer.trace.calls]
-        bound = _bound(setting, sum(seconds), max(seconds))
-        if setting.virtual_stages > 1:
-            ticks = [s / TICK_S for s in seconds]
-            is_sliced = convention.is_sequence_parallel
-            borders = [s / TICK_S for s in _borders_s(planner, setting, is_sliced)]
-            even = _even_step(planner, setting, ticks, borders)
-            if setting.schedule == "zero_bubble":
-                even -= saved_at_most(sum(ticks), setting)
-            bound = max(bound, int(even * (1 - 1e-9)))
-        bounds.append(bound)
-    return Refinement(bound=min(bounds))
+    by_block = [
+        pricer.fastest_s(block, setting.tp, convention) for block in range(len(pricer.trace.blocks))
+    ]
+    seconds = [by_block[call.block] for call in pricer.trace.calls]
+    bound = _bound(setting, sum(seconds), max(seconds))
+    if setting.virtual_stages > 1:
+        ticks = [s / TICK_S for s in seconds]
+        is_sliced = convention.is_sequence_parallel
+        borders = [s / TICK_S for s in _borders_s(planner, setting, is_sliced)]
+        even = _even_step(planner, setting, ticks, borders)
+        if setting.schedule == "zero_bubble":
+            even -= saved_at_most(sum(ticks), setting)
+        bound = max(bound, int(even * (1 - 1e-9)))
+    return bound
 
 
 def frontiers_bound(planner: Planner, setting: Setting) -> Refinement:
     """Return a bound from the decisions of each block under the setting, or why nothing fits."""
-    pricer = planner.pricer(setting.microbatch_size)
-    found = [convention_bound(planner, setting, own) for own in pricer.conventions(setting.tp)]
-    possible = [refinement for refinement in found if refinement.infeasible is None]
-    if possible:
-        return min(possible, key=lambda refinement: refinement.bound)
-    return found[0]
+    for bound, _ in _by_promise(planner, setting):
+        return Refinement(bound=bound)
+    first = planner.pricer(setting.microbatch_size).conventions(setting.tp)[0]
+    return convention_bound(planner, setting, first)
+
+
+def _by_promise(planner: Planner, setting: Setting) -> Iterator[tuple[int, Convention]]:
+    """Yield the conventions under which something may fit, with `convention_bound`, least first.
+
+    One that is slower by its blocks alone is bounded only when it is its turn.
+    """
+    conventions = planner.pricer(setting.microbatch_size).conventions(setting.tp)
+    if len(conventions) == 1:
+        waiting = [(0, 0, False)]
+    else:
+        waiting = [(_alone(planner, setting, own), i, False) for i, own in enumerate(conventions)]
+    heapify(waiting)
+    while waiting:
+        bound, index, is_final = heappop(waiting)
+        if is_final:
+            yield bound, conventions[index]
+            continue
+        found = convention_bound(planner, setting, conventions[index])
+        if found.infeasible is None:
+            heappush(waiting, (max(bound, found.bound), index, True))
 
 
 def least_bound(
-    planner: Planner, setting: Setting, bound_of: Callable[[Convention], int | None]
+    planner: Planner,
+    setting: Setting,
+    bound_of: Callable[[Convention], int | None],
+    *,
+    is_quick: bool = False,
 ) -> int | None:
     """Return the least bound over all conventions, or None where none can be.
 
@@ -211,16 +237,13 @@ def least_bound(
     Args:
         planner, setting: what is bounded.
         bound_of: ticks below which no plan under a convention is; None: there is none.
+        is_quick: ask it for one convention only, the most promising that has a bound; all others
+            count as `convention_bound` says.
     """
-    conventions = planner.pricer(setting.microbatch_size).conventions(setting.tp)
-    if len(conventions) == 1:
-        return bound_of(conventions[0])
-    first = [(convention_bound(planner, setting, own), own) for own in conventions]
-    possible = [(cheap.bound, own) for cheap, own in first if cheap.infeasible is None]
     least: int | None = None
-    for cheap, convention in sorted(possible, key=lambda one: one[0]):
-        if least is not None and cheap >= least:
-            break
+    for cheap, convention in _by_promise(planner, setting):
+        if least is not None and (cheap >= least or is_quick):
+            return min(cheap, least)
         bound = bound_of(convention)
         if bound is not None:
             bound = max(bound, cheap)

@@ -31,10 +31,10 @@ __all__ = [
 ]
 
 # What the host takes for a split backward, in backwards of an op of no size. Source: torch 2.13 on
-# one CPU core, chains of 4 and 8 GPT blocks, 173 and 345 autograd nodes, 24 and 48 groups.
+# one CPU core, chains of 2 to 16 GPT blocks, 87 to 689 autograd nodes, 12 to 96 groups.
 _SPLIT_NODE = 0.3  # a node, which Python visits twice to find the groups
-_SPLIT_GROUP = 2.0  # a backward that starts again from a group
-_SPLIT_BELOW = 0.08  # a node below it, which that backward visits to count what it waits for
+_SPLIT_GROUP = 6.0  # a backward that starts again from a group
+_SPLIT_BELOW = 0.025  # a node below it, which that backward visits to count what it waits for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class BlockPrice:
         forward_s, backward_s: of one micro-batch, everything included.
         once_s: of once a step: the optimizer, and reductions that happen once.
         by_category: of a micro-batch: compute, recompute, tensor_parallel, zero.
-        once_by_category: of a step: zero, optimizer.
+        once_by_category: of a step: zero, optimizer, tensor_parallel, pipeline.
     """
 
     forward_s: float
@@ -62,6 +62,7 @@ def call_price(
     workload: Workload,
     timer: Timer,
     split_s: float = 0.0,
+    ties_s: float = 0.0,
 ) -> BlockPrice:
     """Return the seconds of a call of a block.
 
@@ -72,6 +73,7 @@ def call_price(
         workload: optimizer, precision and engine.
         timer: of the tensor-parallel degree.
         split_s: what the host takes because the backward is split.
+        ties_s: sums of gradients over stages, once a step.
     """
     cluster = timer.cluster
     comm = data_parallel_times(group, setting, workload, cluster)
@@ -103,7 +105,7 @@ def call_price(
     return BlockPrice(
         forward_s=forward + exposed_f,
         backward_s=backward + exposed_b,
-        once_s=once_zero_s + optimizer_s + summed_s,
+        once_s=once_zero_s + optimizer_s + summed_s + ties_s,
         by_category={
             "compute": work.compute_forward_s + work.compute_backward_s + host_f + host_b,
             "recompute": work.redo_s,
@@ -115,6 +117,7 @@ def call_price(
             "zero": once_zero_s,
             "optimizer": optimizer_s,
             "tensor_parallel": summed_s,
+            "pipeline": ties_s,
         },
     )
 

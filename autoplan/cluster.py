@@ -132,11 +132,20 @@ class Cluster:
         """Return a cluster with the links that the device's profile carries.
 
         A profile without network gets its intra-node link between nodes, and the other way round.
+        One device alone needs neither.
 
         Raises:
-            ValueError: if the profile has no link at all.
+            ValueError: if the profile has no link at all, and there are several devices.
         """
         intra, inter = device.intra, device.inter
+        if intra is None and inter is None and num_nodes == gpus_per_node == 1:
+            intra = LinkProfile.from_numbers(
+                name="no link",
+                level="intra",
+                latency_s=0.0,
+                bytes_per_s=1.0,
+                source="one device has no peer: nothing is sent",
+            )
         if intra is None and inter is None:
             raise ValueError(
                 f"profile {device.name} has no links: give Cluster(intra=..., inter=...) or "

@@ -7,13 +7,27 @@ each of these calls. A setting is solved for every convention, the best one coun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from autoplan.block_choice import legal_options
+from autoplan.block_choice import has_options, legal_options
 from autoplan.graph import BlockTrace, ParameterTrace, Placement, Trace
+from autoplan.local import localize
+from autoplan.tensor_layout import boundary_of
 
-__all__ = ["WHOLE", "Convention", "StateSlices", "shared_slices"]
+if TYPE_CHECKING:
+    from autoplan.costs import Pricer
+
+__all__ = [
+    "WHOLE",
+    "Convention",
+    "StateSlices",
+    "borders_of",
+    "possible_conventions",
+    "shared_slices",
+]
 
 StateSlices = tuple[tuple[str, str], ...]
 """(state, placement) of the states of a class that are shared and stored in slices."""
@@ -40,6 +54,46 @@ class Convention:
 
 
 WHOLE = Convention()
+
+
+def borders_of(trace: Trace, degree: int) -> tuple[bool, ...]:
+    """Return whether activations may cross borders of blocks whole, or as slices of tokens."""
+    can_slice = degree > 1 and any(
+        boundary_of(value, degree, True) != "R" for block in trace.blocks for value in block.inputs
+    )
+    return (False, True) if can_slice else (False,)
+
+
+def possible_conventions(pricer: Pricer, degree: int) -> tuple[Convention, ...]:
+    """Return what blocks may agree on at a degree, the simplest first.
+
+    Every class has a decision under each.
+    """
+
+    def stored(block: int) -> Mapping[str, str]:
+        traced = pricer.trace.blocks[block]
+        fastest = pricer.frontiers.plain(traced, pricer.timer(degree))
+        return localize(traced, fastest.axes, degree).state_placements
+
+    def is_possible(convention: Convention) -> bool:
+        return all(
+            has_options(
+                pricer.trace.blocks[block],
+                degree,
+                convention.of(block),
+                pricer.whole_states(block),
+            )
+            and pricer.fastest_s(block, degree, convention) < math.inf
+            for block in {block for block, _, _ in convention.slices}
+        )
+
+    sliced = shared_slices(pricer.trace, degree, stored) if degree > 1 else ()
+    found = (
+        Convention(is_sequence_parallel=borders, slices=slices)
+        for slices in dict.fromkeys(((), *sliced))
+        for borders in borders_of(pricer.trace, degree)
+    )
+    return tuple(convention for convention in found if is_possible(convention))
 
 
 def _shared_groups(trace: Trace) -> tuple[Group, ...]:

@@ -7,26 +7,21 @@ is in `call_prices`, bytes of stages in `stage_bytes`, whole plans in `plan_pric
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autoplan.block_choice import legal_options
 from autoplan.block_work import BlockWork, LayoutWork, layout_work, make_work
 from autoplan.call_prices import BlockPrice, call_price, overlaps, split_seconds
 from autoplan.cluster import Cluster
-from autoplan.conventions import WHOLE, Convention, StateSlices, shared_slices
+from autoplan.conventions import WHOLE, Convention, StateSlices, possible_conventions
 from autoplan.frontiers import Decision, Frontiers
 from autoplan.graph import Trace
 from autoplan.local import localize
 from autoplan.search.problem import BlockOption
 from autoplan.settings import Setting, Workload, shared_states
 from autoplan.stage_costs import GroupBytes
-from autoplan.step_costs import (
-    transfer_s,
-)
-from autoplan.tensor_layout import boundary_of
+from autoplan.step_costs import tie_s, transfer_s
 from autoplan.times import Tally, Timer
 
 __all__ = ["Pricer"]
@@ -64,6 +59,7 @@ class Pricer:
     _bases: dict[tuple[int, int, object], BlockWork] = field(default_factory=dict)
     _groups: dict[tuple[object, ...], GroupBytes] = field(default_factory=dict)
     _names: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    _num_calls: Counter[str] = field(default_factory=Counter)
     _fastest_s: dict[_Asked, float] = field(default_factory=dict)
     _timers: dict[tuple[int, bool], Timer] = field(default_factory=dict)
     _shared: dict[int, frozenset[str]] | None = None
@@ -157,39 +153,8 @@ class Pricer:
         if self.reference is not None:
             return self.reference.conventions(tp)
         if tp not in self._conventions:
-            sliced = shared_slices(self.trace, tp, lambda b: self._stored(b, tp)) if tp > 1 else ()
-            found = [
-                Convention(is_sequence_parallel=borders, slices=slices)
-                for slices in dict.fromkeys(((), *sliced))
-                for borders in self.borders(tp)
-            ]
-            self._conventions[tp] = tuple(c for c in found if self._is_possible(c, tp))
+            self._conventions[tp] = possible_conventions(self, tp)
         return self._conventions[tp]
-
-    def _stored(self, block: int, tp: int) -> Mapping[str, str]:
-        """Return how the fastest decision of a class stores its states, shared or not."""
-        traced = self.trace.blocks[block]
-        fastest = self.frontiers.plain(traced, self.timer(tp))
-        return localize(traced, fastest.axes, tp).state_placements
-
-    def _is_possible(self, convention: Convention, tp: int) -> bool:
-        """Return whether every class has a decision that lays its states as it says."""
-        for block in {block for block, _, _ in convention.slices}:
-            slices, ops = dict(convention.of(block)), self.trace.blocks[block].ops
-            whole = self.whole_states(block).difference(slices)
-            has_options = all(legal_options(op, tp, whole, slices) for op in ops)
-            if not has_options or self.fastest_s(block, tp, convention) == math.inf:
-                return False
-        return True
-
-    def borders(self, tp: int) -> tuple[bool, ...]:
-        """Return whether activations may cross borders of blocks whole, or as slices of tokens."""
-        can_slice = tp > 1 and any(
-            boundary_of(value, tp, True) != "R"
-            for block in self.trace.blocks
-            for value in block.inputs
-        )
-        return (False, True) if can_slice else (False,)
 
     def whole_states(self, block: int) -> frozenset[str]:
         """Return the states of a block class that several calls share."""
@@ -313,8 +278,25 @@ class Pricer:
         """Return the seconds of a call under a setting."""
         work = self.base(self.trace.calls[call].block, decision, setting.tp)
         group = self.own_group(call, decision, setting)
-        split_s = sum(self.split_s(work, setting))
-        return call_price(work, group, setting, self.workload, self.timer(setting.tp), split_s)
+        timer, split_s = self.timer(setting.tp), sum(self.split_s(work, setting))
+        ties_s = self._ties_s(call, decision, setting)
+        return call_price(work, group, setting, self.workload, timer, split_s, ties_s)
+
+    def _ties_s(self, call: int, decision: Decision, setting: Setting) -> float:
+        """Return seconds in which gradients that other stages have too are summed, once a step."""
+        block = self.trace.calls[call].block
+        if setting.pp == 1 or not self.whole_states(block):
+            return 0.0
+        if not self._num_calls:
+            calls = range(len(self.trace.calls))
+            self._num_calls.update(name for c in calls for name in set(self._canonical(c)))
+        nbytes = self._layout(block, decision, setting.tp).local.state_bytes
+        names = zip(self.trace.blocks[block].states, self._canonical(call), strict=True)
+        return sum(
+            tie_s(nbytes[state.name], self._num_calls[name], setting, self.workload, self.cluster)
+            for state, name in names
+            if state.is_trained
+        )
 
     def split_s(self, work: BlockWork, setting: Setting) -> tuple[float, float]:
         """Return seconds of the host for a split of a block's backward: to the inputs, and later.

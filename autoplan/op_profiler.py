@@ -29,6 +29,7 @@ from autoplan.op_runner import OpCall, TensorSpec, measure_call, spec_of
 from autoplan.opcost import OpMeter
 from autoplan.optimizers import Optimizer
 from autoplan.profiles.op_times import MeasuredOp, OpTimesFile
+from autoplan.profiles.stopping import is_stopped
 from autoplan.program import BlockGraph, Op, Program, TensorMeta, map_refs
 from autoplan.runner import BlockRun, run_program
 from autoplan.settings import Workload, settings_of
@@ -205,7 +206,7 @@ def measure_candidates(
     budget_s: float,
     progress: Progress = lambda message, done, total: None,
 ) -> Outcome:
-    """Measure candidates in order until the budget is spent, and keep each at once.
+    """Measure candidates in order until the budget is spent or somebody stops; keep each at once.
 
     Args:
         candidates: dearest first.
@@ -226,7 +227,7 @@ def measure_candidates(
     failed: dict[str, str] = {}
     measured = 0
     for index, candidate in enumerate(pending):
-        if index and time.monotonic() > deadline:
+        if index and (is_stopped() or time.monotonic() > deadline):
             break
         progress(candidate.signature, len(candidates) - len(pending) + index, len(candidates))
         result = measure_call(candidate.call, device, slice_s)

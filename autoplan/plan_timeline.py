@@ -64,7 +64,7 @@ def _memory(
             intervals.setdefault((interval.action, interval.block), []).append(interval)
     ends = [0.0] * timeline.num_ranks
     for interval in timeline.intervals:
-        if interval.kind != "optimizer":
+        if interval.kind not in ("ties", "optimizer"):
             ends[interval.rank] = max(ends[interval.rank], interval.end_s)
     curves = []
     for rank, own in enumerate(actions):

@@ -29,6 +29,7 @@ from autoplan.bounds import (
 )
 from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
+from autoplan.compat import has_autograd_threads
 from autoplan.conventions import Convention
 from autoplan.costs import Pricer
 from autoplan.deferral import splits
@@ -46,7 +47,7 @@ from autoplan.search.candidates import Candidate
 from autoplan.search.forks import Beside, usable_cores
 from autoplan.search.mesh import MeshResult, Progress, search_settings
 from autoplan.search.problem import PipelineSolution
-from autoplan.setting_problem import pipeline_problem
+from autoplan.setting_problem import pipeline_problem, variants
 from autoplan.setting_rules import broken_rules
 from autoplan.setting_solver import Posed, relaxation_bound, solve_setting
 from autoplan.settings import (
@@ -114,7 +115,7 @@ class Planner:
     workers: int | None = None
     _elsewhere: set[int] = field(default_factory=set)
     _usable: dict[int, Trace] = field(default_factory=dict)
-    posed: dict[tuple[Setting, Convention, bool], Posed] = field(default_factory=dict)
+    posed: dict[tuple[Setting, Convention, bool, bool], Posed] = field(default_factory=dict)
     least: dict[tuple[Setting, Convention], LeastCalls] = field(default_factory=dict)
     state_bytes: int | None = None
     strided: list[ParameterTrace] | None = None
@@ -164,6 +165,10 @@ class Planner:
         try:
             settings = self.settings()
             sizes = {setting.microbatch_size for setting in settings}
+            if beside is None and has_autograd_threads():
+                # A process that is forked for the search could not trace what is missing.
+                for size in sorted(sizes):
+                    self.trace(size)
             if beside is None or max(sizes) == 1:
                 return
             self._look_ahead(settings, beside.is_done)
@@ -182,6 +187,8 @@ class Planner:
         missing = [rows for rows in _TRACED_ROWS if rows <= most and rows not in self._exact]
         is_large = sum(1 for _ in self.model.modules()) > _WORTH_A_PROCESS_MODULES
         if not missing or not is_large or "microbatch_size" in self.pins or self.num_workers() == 1:
+            return None
+        if has_autograd_threads():
             return None
         return Beside(lambda: {rows: self._capture(rows) for rows in missing})
 
@@ -284,13 +291,16 @@ class Planner:
         degrees = [d for d in range(1, world + 1) if world % d == 0 and batch % d == 0]
         given = constraint_texts(self.pins, self.limits).values()
         pins = ", ".join(given) or "no pins"
-        rules = broken_rules(self.cluster, self.workload, num_blocks, self.pins)
+        can_split = splits(self.smallest_trace())
+        rules = broken_rules(
+            self.cluster, self.workload, num_blocks, self.pins, can_split=can_split
+        )
         return (
             f"no setting is possible for {world} devices, global batch {batch} and {pins}: "
             f"dp * tp * pp must be {world}, and dp * num_microbatches * microbatch_size must be "
             f"{batch} (dp may be {', '.join(map(str, degrees))}), with num_microbatches >= pp "
-            f"under 1f1b and pp <= {num_blocks} blocks with parameters; zero_stage above 0 needs "
-            "dp above 1" + "".join(f"; {rule}" for rule in rules)
+            f"under 1f1b and zero_bubble, and pp <= {num_blocks} blocks with parameters; "
+            "zero_stage above 0 needs dp above 1" + "".join(f"; {rule}" for rule in rules)
         )
 
     def search(
@@ -311,6 +321,7 @@ class Planner:
                     lambda s=setting: blocks_bound(self, s),  # type: ignore[misc]
                     lambda s=setting: frontiers_bound(self, s),  # type: ignore[misc]
                     lambda s=setting: memory_bound(self, s),  # type: ignore[misc]
+                    lambda s=setting: relaxation_bound(self, s, is_quick=True),  # type: ignore[misc]
                     lambda s=setting: relaxation_bound(self, s),  # type: ignore[misc]
                 ),
                 group=(setting.tp, _reference_rows(setting.microbatch_size)),
@@ -332,8 +343,9 @@ class Planner:
         self, setting: Setting, solution: PipelineSolution
     ) -> tuple[tuple[int, ...], list[Decision]]:
         """Return stage ends and one decision per call of a solution."""
-        conventions = self.pricer(setting.microbatch_size).conventions(setting.tp)
-        per_call = pipeline_problem(self, setting, conventions[solution.variant]).per_call
+        pricer = self.pricer(setting.microbatch_size)
+        convention, is_lean = variants(pricer, setting)[solution.variant]
+        per_call = pipeline_problem(self, setting, convention, is_lean=is_lean).per_call
         chosen = [
             decisions[option] for decisions, option in zip(per_call, solution.options, strict=True)
         ]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from autoplan.deferral import splits
 from autoplan.errors import InfeasibleError, SearchLimitError
 from autoplan.limits import constraint_texts
 from autoplan.meshes import AXIS_ORDERS
@@ -142,8 +143,14 @@ def _solved(
         for name in (key.split()[1],)
         if name in settings and not asked.limits.allows(name, settings[name])
     ]
-    num_blocks = most_stages(planner.smallest_trace())
-    conflict += broken_rules(planner.cluster, planner.workload, num_blocks, planner.pins)
+    trace = planner.smallest_trace()
+    conflict += broken_rules(
+        planner.cluster,
+        planner.workload,
+        most_stages(trace),
+        planner.pins,
+        can_split=splits(trace),
+    )
     if conflict:
         reasons = tuple(dict.fromkeys(conflict))
         return WhyNot(kind="rule", text=f"{wanted} cannot be: " + "; ".join(reasons))

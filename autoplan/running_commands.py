@@ -40,7 +40,8 @@ def profile(
 ) -> None:
     """Measure the device that is here and write its profile, or the ops of a model.
 
-    Under torchrun every rank runs it: groups inside and over nodes are measured then.
+    Ctrl-C keeps what was measured, and the same command goes on from there. Under torchrun every
+    rank runs it: groups inside and over nodes are measured then.
     """
     budget_s = parse_seconds(budget)
     with Progress(console=_console, transient=True, disable=not _console.is_terminal) as bar:
@@ -50,14 +51,17 @@ def profile(
             bar.update(task, completed=fraction, description=message[:60])
 
         if model is not None:
-            text = _profile_model(
+            text, is_stopped = _profile_model(
                 gpu, model, cluster, seq, global_batch, autocast, budget_s, progress=show
             )
         else:
-            path = _profile_device(gpu, out, budget_s, links, show)
+            path, is_stopped = _profile_device(gpu, out, budget_s, links, show)
             text = f"written to {path}" if path is not None else ""
     if text:
         typer.echo(text)
+    if is_stopped:
+        typer.echo("stopped early: run it again to go on", err=True)
+        raise typer.Exit(130)
 
 
 def _profile_device(
@@ -66,17 +70,20 @@ def _profile_device(
     budget_s: float,
     links: bool,
     progress: Callable[[str, float], None],
-) -> Path | None:
+) -> tuple[Path | None, bool]:
     """Write the profile of this device, under torchrun with the links between all ranks.
 
-    Returns the path of the file; None on ranks that write none.
+    Returns the path of the file, None on ranks that write none, and whether somebody stopped it.
     """
     from autoplan.profiles.measure import profile_command
     from autoplan.profiles.measure_cluster import is_under_torchrun, profile_as_rank
+    from autoplan.profiles.stopping import stoppable
 
     if links and is_under_torchrun():
-        return profile_as_rank(gpu, out, budget_s=budget_s, progress=progress)
-    return profile_command(gpu, out, budget_s=budget_s, with_links=links, progress=progress)
+        return profile_as_rank(gpu, out, budget_s=budget_s, progress=progress), False
+    with stoppable() as stop:
+        path = profile_command(gpu, out, budget_s=budget_s, with_links=links, progress=progress)
+    return path, stop.is_asked
 
 
 def _profile_model(
@@ -88,8 +95,8 @@ def _profile_model(
     autocast: str,
     budget_s: float,
     progress: Callable[[str, float], None],
-) -> str:
-    """Measure the ops of a model and return what was done, as text."""
+) -> tuple[str, bool]:
+    """Measure the ops of a model; return what was done, as text, and whether it was stopped."""
     import torch
 
     from autoplan.cluster import Cluster
@@ -97,6 +104,7 @@ def _profile_model(
     from autoplan.op_profiler import candidates_of, measure_candidates
     from autoplan.profiles.here import describe, driver_of, find_device, profile_name
     from autoplan.profiles.op_times import CACHE_VARIABLE, OpTimesFile, cache_file
+    from autoplan.profiles.stopping import stoppable
 
     if autocast not in ("none", "bfloat16"):
         raise ValueError(f"--autocast {autocast!r}; allowed are none, bfloat16")
@@ -126,10 +134,11 @@ def _profile_model(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as every process of a plan has
     try:
-        outcome = measure_candidates(
-            candidates, device, file, budget_s=budget_s,
-            progress=lambda text, done, total: progress(text, done / max(1, total)),
-        )  # fmt: skip
+        with stoppable() as stop:
+            outcome = measure_candidates(
+                candidates, device, file, budget_s=budget_s,
+                progress=lambda text, done, total: progress(text, done / max(1, total)),
+            )  # fmt: skip
     finally:
         torch.set_num_threads(threads)
     lines = [
@@ -137,9 +146,9 @@ def _profile_model(
         f"{outcome.left} left, {len(outcome.failed)} cannot run alone; kept in {path}"
     ]
     if outcome.left:
-        lines.append("run it again to go on")
+        lines.append("run it again to measure them")
     lines += [f"  {text}: {reason}" for text, reason in outcome.failed.items()]
-    return "\n".join(lines)
+    return "\n".join(lines), stop.is_asked
 
 
 def run(

@@ -306,7 +306,7 @@ class _Script:
                 arguments[one.name] = "TP_RANK"
             elif one.name == "group":
                 arguments[one.name] = "TP_GROUP"
-            elif isinstance(held, (int, float, str, bool)):
+            elif held is None or isinstance(held, (int, float, str, bool, torch.dtype)):
                 arguments[one.name] = repr(held)
             else:
                 arguments[one.name] = self._object(held, means)

@@ -33,6 +33,7 @@ __all__ = [
     "split_saving",
     "stage_clusters",
     "usable_decisions",
+    "variants",
 ]
 
 _GRAIN_BITS = 12  # a stage's time is rounded up by 2**-12 of it at most, 0.025 %
@@ -57,17 +58,38 @@ class SettingProblem:
     counts: Counts = ()
 
 
+def variants(pricer: Pricer, setting: Setting) -> tuple[tuple[Convention, bool], ...]:
+    """Return the problems that a setting is: by convention, and whether blocks are lean in it.
+
+    Where backwards are split all blocks take the fastest decision of their class, or all the
+    leanest, so that nothing but the cuts is left to choose. The simplest comes first.
+    """
+    conventions = pricer.conventions(setting.tp)
+    found = [(convention, False) for convention in conventions]
+    if setting.schedule == "zero_bubble":
+        blocks = {call.block for call in pricer.trace.calls}
+        found += [
+            (convention, True)
+            for convention in conventions
+            if any(len(usable_decisions(pricer, b, setting, convention)) > 1 for b in blocks)
+        ]
+    return tuple(found)
+
+
 def pipeline_problem(
-    planner: Planner, setting: Setting, convention: Convention = WHOLE
+    planner: Planner, setting: Setting, convention: Convention = WHOLE, *, is_lean: bool = False
 ) -> SettingProblem:
     """Return the pipeline problem of a setting under a convention.
 
-    As activations cross the borders of blocks, they cross those of stages.
+    As activations cross the borders of blocks, they cross those of stages. `is_lean`: see
+    `variants`.
     """
     pricer = planner.pricer(setting.microbatch_size)
     per_call = [
         usable_decisions(pricer, call.block, setting, convention) for call in pricer.trace.calls
     ]
+    if setting.schedule == "zero_bubble":
+        per_call = [(own[-1] if is_lean else own[0],) for own in per_call]
     options = _options(pricer, setting, per_call)
     run = planner.alike_run(setting.microbatch_size)
     posed, saved, v = options, 0, setting.virtual_stages
@@ -96,12 +118,23 @@ def usable_decisions(
 ) -> tuple[Decision, ...]:
     """Return the decisions of a block class that a setting can run, fastest first.
 
-    What is recomputed, or comes back from the host, cannot be where backwards are split.
+    Where backwards are split nothing is recomputed or comes back from the host, and of the others
+    there are the fastest and the leanest: what a rank keeps of its micro-batches, and parameters
+    with their gradients and two states.
     """
     found = pricer.decisions(block, setting.tp, convention)
     if setting.schedule != "zero_bubble":
         return found
-    return tuple(decision for decision in found if decision.recompute.mode == "none")
+    plain = [decision for decision in found if decision.recompute.mode == "none"]
+    if len(plain) == 1:
+        return tuple(plain)
+
+    def held(decision: Decision) -> int:
+        work = pricer.base(block, decision, setting.tp)
+        return setting.pp * work.memory.kept + 4 * sum(work.local.state_bytes.values())
+
+    leanest = min(plain, key=held)
+    return (plain[0],) if leanest is plain[0] else (plain[0], leanest)
 
 
 def split_saving(pricer: Pricer, setting: Setting, convention: Convention) -> int:

@@ -14,9 +14,17 @@ __all__ = ["broken_rules"]
 
 
 def broken_rules(
-    cluster: Cluster, workload: Workload, num_blocks: int, pins: Mapping[str, Any]
+    cluster: Cluster,
+    workload: Workload,
+    num_blocks: int,
+    pins: Mapping[str, Any],
+    *,
+    can_split: bool,
 ) -> tuple[str, ...]:
-    """Return the rules that pinned settings break by themselves, in words; empty if none is."""
+    """Return the rules that pinned settings break by themselves, in words; empty if none is.
+
+    `can_split`: whether torch can split the backward of every stage, however the chain is cut.
+    """
     world, batch = cluster.world_size, workload.global_batch_size
     given = {name: pins[name] for name in ("dp", "tp", "pp") if name in pins}
     product = math.prod(given.values())
@@ -37,12 +45,12 @@ def broken_rules(
             f"the batch of {batch} rows must divide into dp={dp} times {m} micro-batches of {size}"
         )
     is_short = pp > 1 and batch // (dp * size) < pp and ("dp" in pins or "tp" in pins)
-    if is_short and pins.get("schedule") == "1f1b":
+    if is_short and pins.get("schedule") in ("1f1b", "zero_bubble"):
         found.append(
-            f"1F1B over pp={pp} stages needs as many micro-batches, dp={dp} leaves "
+            f"{pins['schedule']} over pp={pp} stages needs as many micro-batches, dp={dp} leaves "
             f"{batch // (dp * size)}"
         )
-    found += _split_rules(workload, pins)
+    found += _split_rules(workload, pins, can_split)
     replicas = pins.get("dp_replicate", 1)
     if replicas > 1 and "dp" in pins and (dp % replicas or replicas >= dp):
         found.append(f"dp_replicate={replicas} must divide dp={dp} and be below it")
@@ -54,8 +62,13 @@ def broken_rules(
     return (*found, *_unmixed_rules(cluster, pins))
 
 
-def _split_rules(workload: Workload, pins: Mapping[str, Any]) -> Iterator[str]:
+def _split_rules(workload: Workload, pins: Mapping[str, Any], can_split: bool) -> Iterator[str]:
     """Yield what torch cannot run beside a split backward, where that is asked for."""
+    if pins.get("schedule") == "zero_bubble" and not can_split:
+        yield (
+            "zero_bubble splits backwards, and torch cannot split one that reads a parameter again "
+            "on the way to the inputs: use another schedule"
+        )
     unrunnable = unrunnable_split(
         pins.get("schedule", ""),
         pins.get("zero_stage", 0),

@@ -17,7 +17,13 @@ from autoplan.search.columns import KnownStages
 from autoplan.search.evaluate import block_options, stage_costs
 from autoplan.search.pipeline import relaxed_bound, solve_pipeline
 from autoplan.search.problem import PipelineProblem, PipelineSolution, Status
-from autoplan.setting_problem import SettingProblem, even_ends_of, pipeline_problem, stage_clusters
+from autoplan.setting_problem import (
+    SettingProblem,
+    even_ends_of,
+    pipeline_problem,
+    stage_clusters,
+    variants,
+)
 from autoplan.settings import Setting
 from autoplan.split_cuts import cuts_by_lists
 from autoplan.stage_bytes import rank_memory
@@ -49,11 +55,11 @@ class Posed:
     known: KnownStages
 
 
-def _posed(planner: Planner, setting: Setting, convention: Convention) -> Posed:
+def _posed(planner: Planner, setting: Setting, convention: Convention, is_lean: bool) -> Posed:
     """Return the problem of a setting, posed once."""
-    key = (setting, convention, planner.even_cuts)
+    key = (setting, convention, is_lean, planner.even_cuts)
     if key not in planner.posed:
-        asked = pipeline_problem(planner, setting, convention)
+        asked = pipeline_problem(planner, setting, convention, is_lean=is_lean)
         calibrated = _calibrated(planner, setting, asked)
         bound = relaxed_bound(replace(asked.problem, capacity=calibrated))
         planner.posed[key] = Posed(
@@ -79,9 +85,8 @@ def solve_setting(
     best: PipelineSolution | None = None
     bounds: list[int] = []
     is_final = True
-    conventions = pricer.conventions(setting.tp)
-    for variant in reversed(range(len(conventions))):
-        # Simpler conventions come last, so they win where both are as fast.
+    for variant in reversed(range(len(variants(pricer, setting)))):
+        # Simpler ones come last, so they win where both are as fast.
         below = cutoff if best is None else best.objective + 1
         solution = _solve_convention(planner, setting, variant, below, time_limit_s)
         if solution.status != "infeasible":
@@ -103,12 +108,12 @@ def solve_setting(
 def _solve_convention(
     planner: Planner, setting: Setting, variant: int, cutoff: int | None, time_limit_s: float
 ) -> PipelineSolution:
-    """Return the best cuts and options under one of the conventions."""
-    convention = planner.pricer(setting.microbatch_size).conventions(setting.tp)[variant]
+    """Return the best cuts and options of one of the problems that a setting is."""
+    convention, is_lean = variants(planner.pricer(setting.microbatch_size), setting)[variant]
     first = convention_bound(planner, setting, convention)
     if first.infeasible is not None or (cutoff is not None and first.bound >= cutoff):
         return _without(cutoff)
-    posed = _posed(planner, setting, convention)
+    posed = _posed(planner, setting, convention, is_lean)
     if posed.bound is None or (cutoff is not None and posed.bound >= cutoff):
         return _without(cutoff)
     for capacity in dict.fromkeys((posed.calibrated, posed.asked.problem.capacity)):
@@ -118,9 +123,19 @@ def _solve_convention(
     return replace(solution, variant=variant)
 
 
-def relaxation_bound(planner: Planner, setting: Setting) -> Refinement:
-    """Return a bound from the best cuts of a relaxation of each stage, or why nothing fits."""
-    bound = least_bound(planner, setting, lambda own: _posed(planner, setting, own).bound)
+def relaxation_bound(planner: Planner, setting: Setting, *, is_quick: bool = False) -> Refinement:
+    """Return a bound from the best cuts of a relaxation of each stage, or why nothing fits.
+
+    With `is_quick` only the most promising convention is relaxed, see `least_bound`.
+    """
+    pricer = planner.pricer(setting.microbatch_size)
+    leanness = sorted({is_lean for _, is_lean in variants(pricer, setting)})
+
+    def relaxed(convention: Convention) -> int | None:
+        found = [_posed(planner, setting, convention, is_lean).bound for is_lean in leanness]
+        return min((bound for bound in found if bound is not None), default=None)
+
+    bound = least_bound(planner, setting, relaxed, is_quick=is_quick)
     return Refinement(infeasible=NOTHING_FITS) if bound is None else Refinement(bound=bound)
 
 
@@ -153,9 +168,11 @@ def _repaired(
             step_time_s, solution = min(fitting, key=lambda one: one[0])
             return _as_priced(planner, setting, posed, solution, step_time_s, cutoff), False
         # Below what this answer takes by the linear memory, or the same answer would come again.
+        # How stages are dealt is not in it: where that is the reason, steps get longer.
+        steps = 1 + attempt * (setting.virtual_stages > 1)
         linear = [cost.memory for cost in stage_costs(problem, found.ends, found.options)]
         capacity = tuple(
-            used - -(-over // pricer.memory_unit) if over > 0 else room
+            used - -(-steps * over // pricer.memory_unit) if over > 0 else room
             for room, used, over in zip(problem.capacity, linear, excess, strict=True)
         )
         problem = replace(problem, capacity=capacity)
@@ -242,25 +259,22 @@ def _as_dealt(
 ) -> PipelineSolution:
     """Return a solution with the time that its stages, as they were dealt, really take.
 
-    Its bound stays that of the ranks' shares, unless the two differ by no more than a cover does.
+    Of what lies above the bound of the ranks' shares as much counts as proven as a cover loses.
     """
     objective = max(solution.objective, to_ticks(step_time_s))
-    is_proven = solution.status == "optimal" and objective <= solution.bound * (1 + _DEALT)
+    is_final = solution.status == "optimal"
+    share = 1 + _DEALT if is_final else 1.0
+    bound = min(objective, int(solution.bound * share))
     if cutoff is not None and objective >= cutoff:
-        if is_proven:
+        if bound >= cutoff:
             return _without(cutoff)
-        return replace(
-            _without(cutoff),
-            status="unknown",
-            bound=min(solution.bound, cutoff),
-            is_final=solution.status == "optimal",
-        )
+        return replace(_without(cutoff), status="unknown", bound=bound, is_final=is_final)
     return replace(
         solution,
         objective=objective,
-        bound=objective if is_proven else solution.bound,
-        status="optimal" if is_proven else "feasible",
-        is_final=solution.status == "optimal",
+        bound=bound,
+        status="optimal" if bound == objective else "feasible",
+        is_final=is_final,
     )
 
 

@@ -202,8 +202,12 @@ class _RankProgram:
         return list({work.stream: work.label for work in self.works}.values())
 
     def step(self, ends: Iterable[Label]) -> None:
-        """Add the optimizer step after `ends`."""
-        seconds = sum(s.optimizer for stage in self._stages for s in self._seconds(stage))
+        """Add sums over stages, and the optimizer step, after `ends`."""
+        blocks = [s for stage in self._stages for s in self._seconds(stage)]
+        ties_s = sum(s.ties for s in blocks)
+        if ties_s:
+            ends = [self._add(MAIN_STREAM, "ties", "all-reduce of ties", ties_s, ends)]
+        seconds = sum(s.optimizer for s in blocks)
         self._add(MAIN_STREAM, "optimizer", "optimizer step", seconds, ends)
 
     def _seconds(self, stage: int) -> list[BlockSeconds]:

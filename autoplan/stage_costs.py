@@ -128,6 +128,7 @@ class BlockSeconds:
         gather: one all-gather of its parameters over the data-parallel ranks; 0 under ZeRO 0.
         reduce: one reduction of its gradients over them.
         optimizer: its part of the optimizer step.
+        ties: once a step, sums of gradients that other stages have too.
     """
 
     forward: float
@@ -140,6 +141,7 @@ class BlockSeconds:
     gather: float = 0.0
     reduce: float = 0.0
     optimizer: float = 0.0
+    ties: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

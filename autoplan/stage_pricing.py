@@ -109,6 +109,7 @@ def _seconds(
     host_forward_s, host_backward_s = host_seconds(
         base, group, setting, pricer.workload, pricer.cluster, sum(pricer.split_s(base, setting))
     )
+    once = pricer.price(call, decision, setting).once_by_category
     slow_forward_s = slow_backward_s = 0.0
     if overlaps(setting, pricer.cluster):
         gathered_s = gather_s if setting.zero_stage == 3 else 0.0
@@ -128,7 +129,8 @@ def _seconds(
         recompute_tensor_parallel=base.redo_comm_s,
         gather=gather_s + slow_forward_s,
         reduce=reduce_s + max(0.0, slow_backward_s - slow_forward_s),
-        optimizer=pricer.price(call, decision, setting).once_by_category["optimizer"],
+        optimizer=once["optimizer"],
+        ties=once["pipeline"],
     )
 
 

@@ -36,6 +36,31 @@ class PartBytes:
     backward: StageBackward = "split"
 
 
+class _Sizes(dict[int, int]):
+    """Bytes by group, with their sum: it is asked for far more often than they change."""
+
+    __slots__ = ("total",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __setitem__(self, key: int, nbytes: int) -> None:
+        self.total += nbytes - self.get(key, 0)
+        super().__setitem__(key, nbytes)
+
+    def __delitem__(self, key: int) -> None:
+        self.let_go(key)
+
+    def let_go(self, key: int) -> None:
+        """Forget the bytes of a group, if there are any."""
+        self.total -= self.pop(key, 0)
+
+    def clear(self) -> None:
+        super().clear()
+        self.total = 0
+
+
 class StageWalk:
     """Live bytes while a stage runs; `note` keeps the largest sum with its parts."""
 
@@ -86,9 +111,9 @@ class StageWalk:
         self.fixed = self.standing = self.held_after = 0
         self.activations = 0
         self.later: dict[int, int] | None = None  # what a backward to the parameters has less
-        self.gathered: dict[int, int] = {}
-        self.buffers: dict[int, int] = {}
-        self.gradients: dict[int, int] = {}
+        self.gathered = _Sizes()
+        self.buffers = _Sizes()
+        self.gradients = _Sizes()
         if self.has_buffer:
             self.gradients[_BUFFER] = sum(s.gradients for s in statics)
         self.is_flat = engine.is_flat
@@ -98,7 +123,7 @@ class StageWalk:
         last = max((i for i, b in enumerate(blocks) if not b.is_glue), default=None)
         self.stays_gathered = last if engine.keeps_last_gathered and setting.pp == 1 else None
         self._enter(0)
-        self.sharded: dict[int, int] = {}
+        self.sharded = _Sizes()
         self.reduce_input = 0
         self._marks: set[str] = set()
         self.unmerged = 0
@@ -120,13 +145,14 @@ class StageWalk:
 
     def note(self, name: str, transient: int = 0) -> None:
         """Compare what lives now, and a transient, with the peak so far."""
-        gradients = sum(self.gradients.values()) + sum(self.sharded.values()) + self.unmerged
+        gradients = self.gradients.total + self.sharded.total + self.unmerged
         gradients += self.standing
-        gathered = sum(self.gathered.values()) + sum(self.buffers.values())
+        gathered = self.gathered.total + self.buffers.total
         working = max(gathered, self.live) + self.reduce_input
         total = self.activations + gradients + working + transient + self.fixed
         total += self.parameters + self.optimizer
-        self.samples[self.at] = max(self.samples.get(self.at, 0), total)
+        if total >= self.samples.get(self.at, 0):
+            self.samples[self.at] = total
         if total > self.peak:
             self.peak = total
             self.peak_name = name
@@ -182,13 +208,13 @@ class StageWalk:
             self.note(f"forward of block {index}", block.input_bytes + block.memory.forward_peak)
             self.activations += block.own_kept
             if self.zero == 3 and index in self.compute and index != self.stays_gathered:
-                self.gathered.pop(index, None)
+                self.gathered.let_go(index)
         self.activations += self._leaving_added()
         if self.is_pipeline:
             self.activations -= self._entering_kept()
         self.buffers.clear()
         if self.zero == 3 and self.is_pipeline:
-            self.gathered.pop(self.root, None)
+            self.gathered.let_go(self.root)
 
     def _entering_kept(self) -> int:
         """Return the kept stage input: it is the receive buffer, which is counted there."""
@@ -210,7 +236,7 @@ class StageWalk:
             self.note("gathering parameters", copied + self._copied_in(group))
         self.gathered[group] = size
         if not self.copies_gathered:
-            self.buffers.pop(group, None)
+            self.buffers.let_go(group)
         self.note("gathering parameters", 0 if self.setting.dp > 1 else self._copied_in(group))
         for other in earlier:
             del self.buffers[other]
@@ -306,7 +332,7 @@ class StageWalk:
             if block.is_glue and not self.is_mixed:
                 self._marks.add(seen)
         if self.steps_in_backward:
-            self.gradients.pop(group, None)
+            self.gradients.let_go(group)
         if self.is_mixed and self.wrapped and not block.is_glue and self.zero <= 1:
             self.gradients[group] = self.whole[group]
 
@@ -321,17 +347,17 @@ class StageWalk:
         earlier = next((i for i in before if i in self.compute), None)
         if earlier is None or earlier in self.gathered or self.setting.dp == 1:
             return
-        if self.live and sum(self.gathered.values()) + self.compute[earlier] > self.live:
+        if self.live and self.gathered.total + self.compute[earlier] > self.live:
             return
         self.buffers[earlier] = self.compute[earlier]
         self.note("prefetching parameters", self._copied_in(earlier))
 
     def _reduce(self, group: int, reshards: bool, retained: int = 0) -> None:
         if reshards:
-            self.gathered.pop(group, None)
+            self.gathered.let_go(group)
         self.reduce_input = size = self.reduced[group]
         self.note("reducing gradients")
-        self.gradients.pop(group, None)
+        self.gradients.let_go(group)
         if group >= len(self.blocks):
             self._marks.clear()
         copy = size if self.is_gloo and self.zero > 0 else 0

@@ -27,6 +27,7 @@ __all__ = [
     "pipeline_step_s",
     "regathers",
     "slowdown_s",
+    "tie_s",
     "transfer_s",
 ]
 
@@ -234,6 +235,30 @@ def transfer_s(
             "all_gather", nbytes, setting.tp
         )
     return seconds
+
+
+def tie_s(
+    nbytes: int, num_calls: int, setting: Setting, workload: Workload, cluster: Cluster
+) -> float:
+    """Return a call's share of the seconds in which a gradient is summed over stages, once a step.
+
+    Of a parameter that several calls have, each on a stage of its own as far as there are stages:
+    an all-reduce between ranks of the pipeline, of what a rank holds of the gradient.
+
+    Args:
+        nbytes: of the parameter on a rank, before ZeRO shards it, in the dtype of the trace.
+        num_calls: that have it.
+        setting: degrees.
+        workload: its engine may sum before data parallelism has sharded gradients.
+        cluster: the devices.
+    """
+    num_ranks = min(setting.pp, num_calls)
+    if num_ranks < 2:
+        return 0.0
+    shards = 1 if workload.engine.has_gradient_buffer else setting.shards
+    held = nbytes * workload.parameter_bytes_per_traced_byte / shards
+    link = cluster.link_for(setting.pp, stride_of("pp", setting))
+    return link.collective_time_s("all_reduce", held, num_ranks) * num_ranks / num_calls
 
 
 def pipeline_step_s(

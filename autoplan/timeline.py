@@ -25,6 +25,7 @@ _PART_OF = {
     "gather": "zero",
     "reduce": "zero",
     "send": "pipeline",
+    "ties": "pipeline",
     "optimizer": "optimizer",
 }
 _COMMUNICATION = ("tensor_parallel", "zero", "pipeline")
@@ -37,12 +38,13 @@ class Interval:
     Attributes:
         rank: pipeline rank; its data- and tensor-parallel replicas do the same.
         stream: `compute`, or the stream of a kind of communication.
-        kind: forward, backward, weights, recompute, tensor_parallel, gather, reduce, send,
+        kind: forward, backward, weights, recompute, tensor_parallel, gather, reduce, send, ties,
             optimizer.
         name: for people, such as `2F0 blocks.3`.
         start_s, end_s: since the step began.
         cause: index of the interval whose end let this one start; None at the very beginning.
-        action: text of the action that it belongs to; empty for gathers, reductions, the optimizer.
+        action: text of the action that it belongs to; empty for gathers, reductions, ties, the
+            optimizer.
         block: index of the block in the action's stage; -1 where it belongs to none.
     """
 

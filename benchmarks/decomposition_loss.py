@@ -25,6 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from autoplan.block_choice import ChoiceModel
+from autoplan.conventions import borders_of
 from autoplan.frontiers import Frontiers
 from autoplan.graph import BlockTrace, OpTrace
 from autoplan.models import load_model
@@ -109,7 +110,9 @@ def loss_rows(
     for degree in degrees:
         for region in (False, True):
             rows.append({"model": name, "tp": degree, "region": region})
-            rows[-1] |= _losses(block, pricer.timer(degree), region, pricer.borders(degree))
+            rows[-1] |= _losses(
+                block, pricer.timer(degree), region, borders_of(pricer.trace, degree)
+            )
     return rows
 
 

@@ -349,8 +349,8 @@ def run_draw(rank: int, draw: Draw) -> list[str]:
         functools.partial(make_optimizer, draw),
         num_parts=parts,
     )
-    is_reordered = draw.layout == "random" or draw.slices_shared
-    loose = family.sums_in_float32 or (family.computes_in_float32 and is_reordered)
+    is_random = draw.layout == "random" or draw.slices_shared
+    loose = family.sums_in_float32 or (family.computes_in_float32 and is_random)
     tolerance = FLOAT32_TOLERANCE if loose else TOLERANCE
     return [*misplaced, *differences(got, expected, tolerance)]
 

@@ -84,6 +84,15 @@ CASES = (
         "pp 2, 2 stages a rank, recompute all", 16, dp=2, pp=2, virtual_stages=2, recompute="full"
     ),
     _case("pp 4, zero bubble", 8, pp=4, schedule="zero_bubble"),
+    _case(
+        "pp 2, 2 stages a rank, zero bubble",
+        16,
+        dp=2,
+        pp=2,
+        virtual_stages=2,
+        microbatch_size=2,
+        schedule="zero_bubble",
+    ),
     _case("optimized, selective, dp 4", 16, "7.5MiB", dp=4, recompute="selective"),
     _case("optimized, any", 16, "6MiB"),
     _case("tp 2 x dp 2", 8, tp=2, dp=2, microbatch_size=2),

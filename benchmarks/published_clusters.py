@@ -49,7 +49,7 @@ PROFILES = {
 # Of the nominal rate, what messages reach: calculon's constant for A100 clusters, as in profiles.
 _NETWORK_SHARE = 0.9
 _RATE = r"\b(?:(?P<count>\d+) ?x ?)?(?P<rate>\d+) ?Gb(?:ps|/s|it/s)?\b(?P<what>[^;,]*)"
-_NETWORKS = re.compile(r"node-node|per node|per GPU|infiniband|roce|efa|ethernet|omni-path", re.I)
+_OF_WHAT = re.compile(r"node-node|per node|per GPU")
 
 
 def gpus_of(row: Mapping[str, str]) -> tuple[str, ...]:
@@ -134,14 +134,14 @@ def stated_network(notes: str, gpu: str, gpus_per_node: int) -> float | None:
 
     They say what a node has, `inter-node 4x100Gb RoCE`, `100 Gb/s EDR InfiniBand shared per node`,
     `1600 Gbps node-node interconnect`, for each kind of GPU `A100 nodes 400 Gb/s, H100 nodes 800
-    Gb/s`, or what a GPU has, `400 Gb/s CX-7 per GPU`. None: they give nothing.
+    Gb/s`, or what a GPU has, `400 Gb/s CX-7 per GPU`. None: they give nothing, or not of what.
     """
     kind = re.split(r"[- ]", gpu)[0]
     for found in re.finditer(_RATE, notes):
         before, what = notes[: found.start()], found["what"]
         of_kind = re.search(r"(\S+) nodes $", before)
         is_other = of_kind is not None and of_kind.group(1) != kind
-        if is_other or not (of_kind or before.endswith("inter-node ") or _NETWORKS.search(what)):
+        if is_other or not (of_kind or before.endswith("inter-node ") or _OF_WHAT.search(what)):
             continue
         gbit = int(found["count"] or 1) * int(found["rate"])
         return gbit * 1e9 / 8 / (1 if "per GPU" in what else gpus_per_node)

@@ -96,9 +96,9 @@ def shape_of(row: Mapping[str, str]) -> Shape:
     if not attention and family == "megatron" and re.search(r"202[01]", row.get("framework", "")):
         is_unfused = True
     is_hf_gpt2 = _is_hf_gpt2(row)
-    # FlashAttention needs an Ampere; what V100s ran before torch had others was operators.
-    is_volta = re.match(r"V100|DGX-2", row.get("gpu") or "") is not None
-    if is_volta and family == "torch" and not attention:
+    # FlashAttention needs an Ampere; what transformers ran on a V100 before torch had a kernel of
+    # its own were operators.
+    if is_hf_gpt2 and not attention and re.match(r"V100|DGX-2", row.get("gpu") or ""):
         is_unfused = True
     is_older = (family == "megatron" and not is_llama) or is_hf_gpt2
     has_dropout = is_older and "dropout 0" not in notes

@@ -12,6 +12,8 @@ from autoplan.profiles.catalog import ALIASES, list_profiles
 
 __all__ = ["describe", "driver_of", "find_device", "profile_name"]
 
+_ANY_GPU = ("cuda", "gpu")
+
 
 def find_device(name: str) -> Any:
     """Return the `torch.device` that a name means.
@@ -24,6 +26,11 @@ def find_device(name: str) -> Any:
     key = name.lower().replace("-", "_")
     if key == "cpu":
         return torch.device("cpu")
+    if key not in (*_ANY_GPU, *ALIASES, *list_profiles()):
+        raise ProfileError(
+            f"{name!r} is no device: write cpu, cuda (the GPU that is here), or the name of a "
+            f"profile that must be here: {', '.join(list_profiles())}"
+        )
     there = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if not there:
@@ -31,7 +38,7 @@ def find_device(name: str) -> Any:
             f"cannot measure {name!r}, no CUDA device: this machine has cpu ({cores} cores); "
             "measure with cpu, or use a shipped profile without measuring"
         )
-    if key in ("cuda", "gpu"):
+    if key in _ANY_GPU:
         return torch.device("cuda", 0)
     known = ALIASES.get(key, key)
     family = re.sub(r"^rtx_", "", known).split("_")[0]
@@ -48,7 +55,7 @@ def profile_name(device: Any, name: str) -> str:
     if device.type == "cpu":
         return "cpu"
     key = name.lower().replace("-", "_")
-    if key not in ("cuda", "gpu"):
+    if key not in _ANY_GPU:
         return ALIASES.get(key, key)
     import torch
 

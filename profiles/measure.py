@@ -31,6 +31,7 @@ from autoplan.profiles.measure_ops import (
     measure_peak,
 )
 from autoplan.profiles.origin import Origin
+from autoplan.profiles.stopping import is_stopped
 from autoplan.profiles.tables import AttentionTable, GemmTable, OpClassTable
 from autoplan.units import GIB
 
@@ -60,7 +61,7 @@ def profile_command(
     """Measure a device and write its profile; return the path of the file.
 
     Where the file has a profile that this device and this torch measured, what is in it stays and
-    the budget goes to what is missing.
+    the budget goes to what is missing. Under `stoppable` Ctrl-C ends it early, with what there is.
 
     Args:
         gpu: `cpu`, `cuda` (whatever is there), or a name of the catalog that must be there.
@@ -72,8 +73,10 @@ def profile_command(
 
     Raises:
         ProfileError: if the device is not there; says which are.
+        OSError: if the file cannot be written; its folder is made before anything is measured.
     """
     path = out or Path(f"{profile_name(find_device(gpu), gpu)}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
     profile = measure_device(
         gpu,
         budget_s=budget_s,
@@ -305,11 +308,13 @@ def _with_links(session: _Session, profile: DeviceProfile) -> DeviceProfile:
     backend = "nccl" if is_cuda else "gloo"
     groups = []
     for degree in degrees:
+        if is_stopped():
+            break
         session.tell(f"collectives of {degree} processes")
         budget_s = LINK_SHARE * session.budget_s / len(degrees)
         groups.append(measure_group(degree, budget_s=budget_s, backend=backend))
     if not groups:
-        return profile
+        return profile if session.known is None else replace(profile, intra=session.known.intra)
     intra = link_of(
         [curve for group in groups for curve in group.curves],
         name=f"{profile.name} {backend}",

@@ -124,6 +124,7 @@ def profile_as_rank(
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=WAIT_S + 10 * budget_s))
     is_first = dist.get_rank() == 0
     path = out or Path(f"{profile_name(device, gpu)}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
     profile = None
     if is_first:
         known = load_profile(path) if path.exists() else None

@@ -157,6 +157,9 @@ def _run(command: list[str], timeout_s: float) -> None:
         raise ProfileError(
             f"measuring collectives did not end in {timeout_s:.0f} s: are other jobs running?"
         ) from None
+    except KeyboardInterrupt:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     if process.returncode != 0:
         raise ProfileError(f"measuring collectives failed:\n{output[-2000:]}")
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from autoplan.profiles.rotation import rotating
+from autoplan.profiles.stopping import is_stopped
 from autoplan.profiles.tables import (
     ATTENTION_DIRECTIONS,
     GEMM_DIRECTIONS,
@@ -260,9 +261,9 @@ def coarse_first(points: list[T]) -> list[T]:
 
 
 def until(deadline: float, points: Iterable[T]) -> Iterator[T]:
-    """Yield points until the deadline has passed, and the first one in any case."""
+    """Yield points until the deadline has passed or somebody stops, the first one in any case."""
     for index, point in enumerate(points):
-        if index and time.monotonic() > deadline:
+        if index and (is_stopped() or time.monotonic() > deadline):
             return
         yield point
 

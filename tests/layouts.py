@@ -19,6 +19,7 @@ __all__ = [
     "random_axes",
     "scattered",
     "shared_states",
+    "sliced_ties",
 ]
 
 _TRIES = 20
@@ -81,6 +82,19 @@ def agreeing_axes(program: Program, degree: int, seed: int) -> dict[str, dict[st
         if all(axes is not None for axes in found.values()):
             return {name: axes for name, axes in found.items() if axes is not None}
     return {}
+
+
+def sliced_ties(program: Program, degree: int, seed: int = 0) -> dict[str, Layout]:
+    """Return layouts of the graphs that share parameters, which lie in slices."""
+    layouts = {}
+    for graph in program.graphs:
+        axes = agreeing_axes(program, degree, seed).get(graph.name)
+        if axes is not None:
+            stored = layout_parameters(graph, shard_options(graph), axes)
+            layouts[graph.name] = Layout(
+                block=graph.name, degree=degree, axes=axes, parameters=stored
+            )
+    return layouts
 
 
 def _reading(

@@ -213,4 +213,5 @@ def test_profile_without_links_says_how_to_give_them() -> None:
         source="made up",
     )
     with pytest.raises(ValueError, match="profile bare has no links"):
-        Cluster.from_device(device)
+        Cluster.from_device(device, gpus_per_node=2)
+    assert Cluster.from_device(device).world_size == 1

@@ -13,7 +13,6 @@ from torch import nn
 from autoplan.conventions import WHOLE, Convention
 from autoplan.costs import Pricer
 from autoplan.framework_configs import framework_config
-from autoplan.graph import Trace
 from autoplan.optimizing import find_plan
 from autoplan.plan import Plan
 from autoplan.planner import Planner, make_planner
@@ -133,24 +132,14 @@ def test_calls_that_store_one_parameter_differently_break_a_rule() -> None:
     assert "one parameter, stored as" in found.message
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_the_choice_never_makes_the_optimum_slower(
-    tp: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_choice_never_makes_the_optimum_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = torch.zeros(4, 16, dtype=torch.long)
-    free = find_plan(planner_of(TinyGPT(), batch, tp=tp), compare=False)
+    free = find_plan(planner_of(TinyGPT(), batch, tp=2), compare=False)
 
     def none(*_: object) -> Iterator[tuple[tuple[int, str, str], ...]]:
         return iter(())
 
-    monkeypatch.setattr("autoplan.costs.shared_slices", none)
-    bound = find_plan(planner_of(TinyGPT(), batch, tp=tp), compare=False)
+    monkeypatch.setattr("autoplan.conventions.shared_slices", none)
+    bound = find_plan(planner_of(TinyGPT(), batch, tp=2), compare=False)
     assert free.predicted.step_time_s <= bound.predicted.step_time_s
     assert free.search.status == bound.search.status == "optimal"
-
-
-def test_conventions_do_not_depend_on_the_rows_of_a_micro_batch() -> None:
-    planner = planner_of(TinyGPT(), torch.zeros(8, 16, dtype=torch.long))
-    traces: list[Trace] = [planner.trace(rows) for rows in (1, 8)]
-    assert traces[0].microbatch_size != traces[1].microbatch_size
-    assert planner.pricer(1).conventions(2) == planner.pricer(8).conventions(2)

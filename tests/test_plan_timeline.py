@@ -68,6 +68,24 @@ def test_without_pipeline_and_overlap_the_step_is_what_the_search_adds_up(
     assert gathers.count("all-gather root") == (0, 1, 1, m)[zero]
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_gradients_of_a_tied_weight_are_summed_over_stages_once_a_step(
+    zero: int, is_tied: bool
+) -> None:
+    config = GPTConfig(
+        vocab_size=64, max_tokens=8, num_layers=2, num_heads=2, width=16, is_head_tied=is_tied
+    )
+    options: dict[str, Any] = {"pp": 2, "dp": 2, "zero_stage": zero, "microbatch_size": 4}
+    batch = batch_like(config, 16, 8)
+    plan = estimate(GPT(config), CPU, batch, loss_fn=gpt_loss, **options).plan
+    ties = [i for i in plan.timeline().intervals if i.kind == "ties"]
+    assert [i.rank for i in ties] == ([0, 1] if is_tied else [])
+    held = 64 * 16 * 4 // (2 if zero else 1)
+    seconds = CPU.link_for(2, 2).collective_time_s("all_reduce", held, 2)
+    assert all(i.end_s - i.start_s == pytest.approx(seconds) for i in ties)
+
+
 @pytest.mark.parametrize("cluster", [CPU, GPU], ids=str)
 @pytest.mark.parametrize("options", [{"dp": 4, "zero_stage": 3}, {"pp": 4}, {"dp": 2, "tp": 2}])
 def test_faster_links_never_slow_the_simulated_step(cluster: Cluster, options: Any) -> None:

@@ -240,6 +240,7 @@ def test_an_engine_is_told_from_the_framework(change: dict[str, str], engine: st
         ("section: A100 40GB with 1600 Gbps node-node interconnect (RoCE)", 1600),
         ("local batch size 2; 400 Gb/s CX-7 per GPU; sampled", 3200),
         ("22.488 GB usable; tokens 4x100", None),
+        ("400 Gb/s InfiniBand", None),
     ],
 )
 def test_a_stated_network_takes_the_place_of_the_profiles(
@@ -287,6 +288,27 @@ def test_asynchronous_tensor_parallelism_cuts_collectives_into_pieces() -> None:
     ):
         (found,) = configurations({**ROW, "framework": text})
         assert engine_named(found.options["engine"]).decomposes == decomposes
+
+
+@pytest.mark.parametrize(
+    ("change", "attention", "activation"),
+    [
+        (
+            {"framework": "HF+DeepSpeed", "model": "GPT2-xl", "gpu": "V100-32"},
+            "unfused",
+            "gelu_new",
+        ),
+        ({"framework": "HF+DeepSpeed", "model": "GPT2-xl"}, "flash", "gelu_new"),
+        ({"framework": "OneFlow", "gpu": "V100-32"}, "flash", "gelu"),
+        ({"framework": "HF Trainer", "model": "Llama-2-7B", "ffn": "256"}, "flash", "swiglu"),
+    ],
+)
+def test_transformers_ran_gpt2_operator_by_operator(
+    change: dict[str, str], attention: str, activation: str
+) -> None:
+    shape = configurations({**ROW, "tp": "1", "dp": "4", **change})[0].shape
+    assert (shape.attention, shape.activation) == (attention, activation)
+    assert shape.dropout == (activation == "gelu_new")
 
 
 def test_recompute_of_every_second_layer_alternates() -> None:

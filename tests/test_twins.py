@@ -21,7 +21,7 @@ from autoplan.twin_steps import Step, captured_twin, compare_step, within_own_er
 from autoplan.twins import run_twins, shrink, twin_degrees, twin_dtypes, twin_plan
 from examples.gpt import loss_fn
 from tests.distributed import run_workers
-from tests.layouts import megatron
+from tests.layouts import megatron, sliced_ties
 from tests.numerics import build, global_batch, program_of
 from tests.plans import hand_plan
 
@@ -146,6 +146,26 @@ def test_a_twin_is_interleaved_only_where_no_rank_reads_a_parameter_twice() -> N
     tied = replace(program, aliases=dict.fromkeys(program.aliases, "tokens.weight"))
     made = twin_plan(plan, program, tied, Mesh(dp=1, tp=1, pp=2))
     assert (made.schedule, len(made.stages)) == ("1f1b", 2)
+
+
+def test_stages_of_a_twin_store_a_shared_parameter_alike() -> None:
+    program = program_of("gpt_tied")
+    layouts = sliced_ties(program, 2)
+    assert len(layouts) == 2
+
+    def stored(*names: str) -> set[str]:
+        own = {name: layouts[name] for name in names}
+        plan = hand_plan(program, "GPT", tp=2, pp=2, num_microbatches=2, layouts=own)
+        made = twin_plan(plan, program, program, Mesh(dp=1, tp=2, pp=2))
+        return {
+            text
+            for layout in made.placements.values()
+            for fqn, text in layout.parameters.items()
+            if fqn == "head.weight"
+        }
+
+    assert stored(*layouts) == set()  # as all of them read it
+    assert stored(next(iter(layouts))) == {"R"}
 
 
 def test_a_gradient_is_wrong_beyond_what_rounding_does_to_one_device() -> None:

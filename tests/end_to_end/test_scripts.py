@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 import autoplan
+from autoplan.capturer import capture
 from autoplan.errors import EmitError
 from autoplan.framework_configs import FORMATS, framework_config
 from autoplan.launcher import launch
@@ -20,6 +22,7 @@ from autoplan.script_writer import write_script
 from autoplan.training import train
 from tests.distributed import run_workers
 from tests.end_to_end.standalone_model import build
+from tests.layouts import sliced_ties
 from tests.models_for_tests import GatedNet, mean_square
 from tests.numerics import program_of
 from tests.plans import hand_plan
@@ -46,9 +49,18 @@ def loaded() -> LoadedModel:
 
 
 def plan_of(options: dict[str, Any]) -> Plan:
-    """Return a plan for four processes."""
+    """Return a plan for four processes; over tp the tied weight lies in slices."""
     model, batch, loss = build()
-    return autoplan.optimize(model, "4:cpu", batch, loss_fn=loss, compare=False, **options)
+    plan = autoplan.optimize(model, "4:cpu", batch, loss_fn=loss, compare=False, **options)
+    if plan.mesh.tp == 1:
+        return plan
+    program = capture(model, batch, loss, microbatch_size=plan.microbatch_size)
+    sliced = sliced_ties(program, plan.mesh.tp)
+    placements = {
+        name: replace(sliced[own.block], borders=own.borders) if own.block in sliced else own
+        for name, own in plan.placements.items()
+    }
+    return replace(plan, placements=placements)
 
 
 def _losses(rank: int, plan: Plan) -> list[float]:
@@ -62,6 +74,7 @@ def test_a_written_script_gives_the_losses_of_the_plan(
     plan = plan_of(options)
     script = tmp_path / "train.py"
     script.write_text(write_script(plan, loaded(), f"{MODEL}:build"))
+    assert plan.mesh.tp == 1 or "one parameter, in slices S" in script.read_text()
     assert not re.search(r"^\s*(import|from) autoplan", script.read_text(), re.MULTILINE)
     env = {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
     arguments = [str(script), "--steps", str(STEPS)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from autoplan.profiles.measure_links import measure_group
 from autoplan.profiles.measure_numbers import measure_extras
 from autoplan.profiles.measure_op_classes import measure_classes
 from autoplan.profiles.origin import Origin
+from autoplan.profiles.stopping import stoppable
 from autoplan.profiles.tables import ATTENTION_DIRECTIONS, OP_CLASSES, OpClassTable
 from autoplan.times import Tally, Timer
 from autoplan.tracer import trace
@@ -79,6 +81,43 @@ def test_collectives_between_two_processes_are_measured() -> None:
 def test_failing_workers_are_a_profile_error() -> None:
     with pytest.raises(ProfileError, match="measuring collectives failed"):
         measure_group(2, budget_s=0.1, backend="smoke_signals")
+
+
+def test_ctrl_c_keeps_what_was_measured_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "cpu.json"
+    told: list[str] = []
+
+    def interrupt(message: str, fraction: float) -> None:
+        told.append(message)
+        if len(told) == 5:
+            signal.raise_signal(signal.SIGINT)
+
+    with stoppable() as stop:
+        profile_command("cpu", file, budget_s=20.0, progress=interrupt)
+    assert stop.is_asked
+    few = load_profile(file)
+    assert few.intra is None  # links would have been measured last
+    before = signal.getsignal(signal.SIGINT)
+    with stoppable() as stop:
+        profile_command("cpu", file, budget_s=0.5, with_links=False)
+    assert not stop.is_asked
+    assert signal.getsignal(signal.SIGINT) is before
+    rows = {(t.dtype, t.direction): set(t.rows) for t in load_profile(file).gemm}
+    for table in few.gemm:
+        assert set(table.rows) <= rows[table.dtype, table.direction]
+
+
+def test_a_second_ctrl_c_is_one_as_always() -> None:
+    with stoppable() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.is_asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_an_unknown_device_is_told_from_an_absent_one(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match=r"'foo' is no device: write cpu, cuda .*a100_sxm_80gb"):
+        profile_command("foo", tmp_path / "x.json")
 
 
 def test_budget_must_be_positive() -> None:
