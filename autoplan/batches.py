@@ -201,7 +201,8 @@ def batch_dims(batch: Any, batch_dim: Any = 0) -> BatchDims:
 def _checked(dims: BatchDims, leaves: Sequence[tuple[Any, torch.Tensor]]) -> BatchDims:
     if len(dims) != len(leaves):
         raise ValueError(
-            f"the batch has {len(leaves)} tensors, batch dimensions are known for {len(dims)}"
+            f"the batch has {len(leaves)} tensors, batch dimensions are known for {len(dims)}: "
+            "give the model and the form of batch that the plan was made for"
         )
     for dim, (path, leaf) in zip(dims, leaves, strict=True):
         if dim is not None:

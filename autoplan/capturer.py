@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from autoplan import hf
 from autoplan.autocast import around_step
+from autoplan.axis_labels import arguments, op_name
 from autoplan.batches import (
     BatchDims,
     LossFn,
@@ -35,7 +36,7 @@ from autoplan.exporter import export
 from autoplan.flattener import ExportError
 from autoplan.opaque import OpaqueCalls, empty_copy, empty_like
 from autoplan.program import Program
-from autoplan.segments import NotAChain, build_program
+from autoplan.segments import FlatProgram, NotAChain, build_program
 from autoplan.shortening import find_runs
 
 __all__ = ["LossFn", "capture", "capture_outputs", "meta_copy", "microbatch_like", "split_batch"]
@@ -209,8 +210,24 @@ def _capture_once(task: _Task, reasons: Mapping[str, str], *, is_short: bool) ->
     keys = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(example)[0]]
     with hf.exact_masks(copied, example), around_step(task.autocast):
         flat = export(wrapper, tensors, [keys[i] for i in tensor_at], "model", opaque)
+    _refuse_sparse(flat)
     program = build_program(flat, copied, shortening, task.rows, notes, task.autocast)
     return replace(program, batch_dims=task.batch_dims)
+
+
+def _refuse_sparse(flat: FlatProgram) -> None:
+    """Refuse embeddings with sparse gradients, which no parallelism of a plan can sum or slice.
+
+    Raises:
+        TraceError: names the module.
+    """
+    for op in flat.ops:
+        if op_name(op) in ("embedding", "embedding_bag") and arguments(op)["sparse"]:
+            stack = flat.stacks[op.name]
+            raise TraceError(
+                f"{stack[-1][1] if stack else 'the model'}: {op.target_name} makes sparse "
+                "gradients, which a plan cannot sum over ranks: make it with sparse=False"
+            )
 
 
 def _opaque_notes(reasons: Mapping[str, str]) -> tuple[str, ...]:

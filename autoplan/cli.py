@@ -8,7 +8,7 @@ import typer
 
 from autoplan.checking_commands import emit, verify
 from autoplan.errors import AutoplanError
-from autoplan.planning_commands import dimensions, explain, plan
+from autoplan.planning_commands import compare, dimensions, explain, plan
 from autoplan.running_commands import profile, run
 
 __all__ = ["app", "main"]
@@ -19,7 +19,7 @@ app = typer.Typer(
     help="Plan and run the training of a PyTorch model that does not fit.",
     pretty_exceptions_enable=False,
 )
-for command in (plan, profile, run, explain, verify, emit, dimensions):
+for command in (plan, profile, run, explain, compare, verify, emit, dimensions):
     app.command()(command)
 
 

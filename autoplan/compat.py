@@ -262,7 +262,10 @@ class RingStage(PipelineStage):
         if not full_backward and not self.is_first and self.has_backward:
             if self._is_whole is None:
                 ends = made if loss is None else (loss,)
-                self._is_whole = split_backward.reads_again(ends, entered)
+                inputs = [x for x in entered if isinstance(x, torch.Tensor)]
+                # Behind frozen stages there is no gradient to make first, and torch makes none.
+                is_apart = any(x.requires_grad for x in inputs)
+                self._is_whole = not is_apart or split_backward.reads_again(ends, inputs)
             if self._is_whole:
                 full_backward = True
                 self._ended.add(bwd_chunk_id)

@@ -29,6 +29,7 @@ from autoplan.bounds import (
 )
 from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
+from autoplan.compat import has_autograd_threads
 from autoplan.conventions import Convention
 from autoplan.costs import Pricer
 from autoplan.deferral import splits
@@ -164,6 +165,10 @@ class Planner:
         try:
             settings = self.settings()
             sizes = {setting.microbatch_size for setting in settings}
+            if beside is None and has_autograd_threads():
+                # A process that is forked for the search could not trace what is missing.
+                for size in sorted(sizes):
+                    self.trace(size)
             if beside is None or max(sizes) == 1:
                 return
             self._look_ahead(settings, beside.is_done)
@@ -182,6 +187,8 @@ class Planner:
         missing = [rows for rows in _TRACED_ROWS if rows <= most and rows not in self._exact]
         is_large = sum(1 for _ in self.model.modules()) > _WORTH_A_PROCESS_MODULES
         if not missing or not is_large or "microbatch_size" in self.pins or self.num_workers() == 1:
+            return None
+        if has_autograd_threads():
             return None
         return Beside(lambda: {rows: self._capture(rows) for rows in missing})
 

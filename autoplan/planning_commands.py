@@ -1,4 +1,4 @@
-"""Commands that need no device: plan, explain, verify."""
+"""Commands that need no device: plan, explain, compare, dimensions."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from autoplan.search.mesh import Progress as SearchProgress
 
 __all__ = [
+    "compare",
     "dimensions",
     "explain",
     "parse_batch_dim",
@@ -259,6 +260,15 @@ def explain(
     if settings:
         for name, reason in loaded.search.outcomes.items():
             typer.echo(f"  {name}: {reason}")
+
+
+def compare(
+    plan_files: Annotated[list[Path], typer.Argument(help="Plans that were saved.")],
+) -> None:
+    """Print saved plans side by side: what each decides, and what it is predicted to take."""
+    from autoplan.comparison import comparison
+
+    typer.echo(comparison({str(path): Plan.load(path) for path in plan_files}))
 
 
 def dimensions(

@@ -315,3 +315,9 @@ def test_layers_with_equal_partial_functions_are_merged_and_unequal_ones_are_not
 
     assert depths("tanh", "tanh", "tanh", "tanh") == 4
     assert depths("none", "tanh", "tanh", "tanh") == 3
+
+
+def test_an_embedding_with_sparse_gradients_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2))
+    with pytest.raises(TraceError, match=r"^0: aten.embedding.default makes sparse gradients"):
+        capture(model, torch.zeros(2, 3, dtype=torch.int64), lambda out: out.mean())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -259,7 +260,7 @@ def test_preset_without_transformers_names_the_install_line(
 
 
 def test_command_line_works_as_a_process(model_file: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "autoplan.cli", "plan", model_file, *SMALL]
+    command = [sys.executable, "-m", "autoplan", "plan", model_file, *SMALL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Plan of Sequential for 1x2:cpu")
@@ -269,6 +270,24 @@ def test_command_line_works_as_a_process(model_file: str, tmp_path: Path) -> Non
     assert wrong.returncode == 2
     assert "Traceback" not in wrong.stderr
     assert wrong.stderr.startswith("autoplan: no setting is possible")
+
+
+def test_plans_are_compared_side_by_side(autoplan: Any, model_file: str, tmp_path: Path) -> None:
+    paths = [tmp_path / "wide.json", tmp_path / "deep.json"]
+    for path, pin in zip(paths, ("pp=1", "pp=2"), strict=True):
+        done = autoplan("plan", model_file, *SMALL, "--pin", pin, "--out", path)
+        assert done.code == 0, done.err
+    plans = [Plan.load(path) for path in paths]
+    printed = autoplan("compare", *paths).out
+    rows = [re.split(r"\s{2,}", line.strip()) for line in printed.splitlines()[1:]]
+    facts = {title: cells for title, *cells in rows}
+    assert facts["mesh"] == [str(plan.mesh) for plan in plans]
+    times = [plan.predicted.step_time_s for plan in plans]
+    assert facts["of the first's step time"] == ["1.000", f"{times[1] / times[0]:.3f}"]
+    assert "time: compute" in facts
+    missing = autoplan("compare", paths[0], tmp_path / "none.json")
+    assert missing.code == 2
+    assert "none.json" in missing.err
 
 
 def test_ctrl_c_before_the_first_plan_says_so(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
+import unittest.mock
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import pytest
 import torch
+from torch import nn
 
 from autoplan.capturer import capture
 from autoplan.emitter import parallelize
@@ -266,3 +268,53 @@ def _dropout_losses(rank: int, plan: Mapping[str, Any]) -> list[tuple[float, flo
 def test_recompute_draws_the_same_dropout_again(plan: Mapping[str, Any]) -> None:
     for first, *others in run_workers(_dropout_losses, 2, plan):
         assert others == [first, first]
+
+
+class _Probe(nn.Module):
+    """Linear layers, of which some are frozen."""
+
+    def __init__(self, frozen: Sequence[int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6).double() for _ in range(4))
+        for index in frozen:
+            self.layers[index].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().mean()
+
+
+def _probe_errors(rank: int, runs: Sequence[tuple[Sequence[int], Program, Plan]]) -> list[float]:
+    batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).double()
+    errors = []
+    for frozen, program, plan in runs:
+        alone = _Probe(frozen)
+        alone(batch).backward()
+        expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+        with unittest.mock.patch("autoplan.emitter.capture", return_value=program):
+            module = parallelize(plan, _Probe(frozen), batch, lambda out: out, device="cpu")
+        module.train_step(module.shard_batch(batch))
+        gradients = module.full_gradients()
+        assert gradients.keys() == expected.keys(), (frozen, plan.schedule)
+        errors += [float((gradients[n] - g).abs().max()) for n, g in expected.items()]
+    return errors
+
+
+def test_stages_that_are_frozen_whole_leave_the_others_their_gradients() -> None:
+    schedules: tuple[Literal["1f1b", "gpipe", "zero_bubble"], ...] = (
+        "1f1b",
+        "gpipe",
+        "zero_bubble",
+    )
+    runs = []
+    for frozen in ((0, 1), (2, 3)):
+        program = capture(_Probe(frozen), torch.randn(2, 6).double(), lambda out: out)
+        for schedule in schedules:
+            plan = hand_plan(
+                program, "_Probe", pp=2, num_microbatches=4, schedule=schedule, first_calls=[2]
+            )
+            runs.append((frozen, program, plan))
+    for errors in run_workers(_probe_errors, 2, runs):
+        assert max(errors) < 1e-12

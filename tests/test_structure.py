@@ -152,8 +152,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("training", "op_runner", "op_profiler"),
     ("bundler", "script_text", "script_writer", "framework_configs", "dry_runner", "twin_steps"),
     ("twins",),
+    ("comparison",),
     ("planning_commands", "checking_commands", "running_commands"),
     ("cli",),
+    ("__main__",),
 )
 LAYER_OF = {name: index for index, layer in enumerate(LAYERS) for name in layer}
 FILES = sorted(p for p in ROOT.glob("*.py") if p.stem != "__init__")

@@ -76,3 +76,23 @@ def test_traces_of_other_processes_give_the_same_plan(pins: dict[str, int]) -> N
 def test_workers_below_one_are_refused() -> None:
     with pytest.raises(ValueError, match="workers is 0; it must be at least 1"):
         optimize(TinyGPT(), "1x2:a100_sxm_40gb", torch.zeros(2, 16, dtype=torch.int64), workers=0)
+
+
+def test_a_process_with_threads_of_autograd_traces_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork of it would stand still in its first backward, which a trace runs."""
+    planner = make_planner(
+        TinyGPT(depth=1),
+        "1x2:a100_sxm_40gb",
+        torch.randint(0, 50, (2, 16)),
+        loss_fn=mean_square,
+        global_batch_size=8,
+        workers=2,
+    )
+    monkeypatch.setattr(planner_module, "has_autograd_threads", lambda: True)
+    monkeypatch.setattr(planner_module, "Beside", None)  # calling it fails
+    planner.trace_ahead()
+    traced = set(planner._exact)
+    assert {min(s.microbatch_size, 4) for s in planner.settings()} <= traced
+    for size in {setting.microbatch_size for setting in planner.settings()}:
+        planner.trace(size)
+    assert set(planner._exact) == traced  # nothing is left to a process of the search
