@@ -9,10 +9,10 @@ from autoplan.plan import Plan
 from autoplan.report import table
 from autoplan.units import format_bytes, format_seconds
 
-__all__ = ["comparison"]
+__all__ = ["side_by_side"]
 
 
-def comparison(plans: Mapping[str, Plan]) -> str:
+def side_by_side(plans: Mapping[str, Plan]) -> str:
     """Return plans as a table, one column each; all times and bytes are predictions.
 
     Args:

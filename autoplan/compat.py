@@ -265,7 +265,11 @@ class RingStage(PipelineStage):
                 inputs = [x for x in entered if isinstance(x, torch.Tensor)]
                 # Behind frozen stages there is no gradient to make first, and torch makes none.
                 is_apart = any(x.requires_grad for x in inputs)
-                self._is_whole = not is_apart or split_backward.reads_again(ends, inputs)
+                self._is_whole = (
+                    not is_apart
+                    or split_backward.reads_again(ends, inputs)
+                    or split_backward.hands_on_parameters(ends, inputs)
+                )
             if self._is_whole:
                 full_backward = True
                 self._ended.add(bwd_chunk_id)

@@ -4,9 +4,9 @@ Torch runs the backward of a stage to its inputs first, and later what parameter
 2023, section 2). A value is *carried* where an activation of the stage goes into it, and *beside*
 where parameters alone do. An op joins the two where it reads both: its gradient is kept, and its
 part for the parameters, with all beside that goes into it, runs later. The first stage of a
-pipeline has no inputs to send gradients of: all of its backward runs later. And a stage where what
-a parameter was read for comes to where the same parameter is read again cannot be split: all of it
-runs at once (`autoplan.split_backward`).
+pipeline has no inputs to send gradients of: all of its backward runs later. And a stage cannot be
+split where what a parameter was read for comes to where the same parameter is read again, nor where
+a value beside is handed on to another stage: all of it runs at once (`autoplan.split_backward`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from autoplan.graph import Trace
+from autoplan.graph import BlockTrace, Trace
 from autoplan.local import LocalBlock
 from autoplan.stage_costs import StageBackward
 
@@ -69,6 +69,8 @@ def stage_backward(trace: Trace, calls: Sequence[int]) -> StageBackward:
     """Return how the backward of a stage of these calls runs where the schedule splits it."""
     if calls[0] == 0:
         return "late"
+    if _hands_on_parameters(trace, calls):
+        return "whole"
     if _share(trace, calls):
         return "whole" if _reads_again(trace, calls) else "split"
     is_whole = any(_block_reads_again(trace, index) for index in _one_of_each(trace, calls))
@@ -78,10 +80,17 @@ def stage_backward(trace: Trace, calls: Sequence[int]) -> StageBackward:
 def splits(trace: Trace) -> bool:
     """Return whether every stage but the first can be split, wherever the chain is cut.
 
-    It can if no two calls share a parameter, the first call apart, and no block reads one again.
+    It can if, the first call apart, no two calls share a parameter, no block reads one again, and
+    no call hands on what follows from parameters alone.
     """
     if _share(trace, range(1, len(trace.calls))):
         return False
+    kinds = {b: _outputs_beside(block) for b, block in enumerate(trace.blocks)}
+    last_read = {arg: index for index, call in enumerate(trace.calls) for arg in call.args}
+    for index, call in enumerate(trace.calls):
+        own = kinds[call.block]
+        if index and any(last_read.get(call.outs[place], -1) > index for place in own):
+            return False
     return not any(_block_reads_again(trace, index) for index in _one_of_each(trace))
 
 
@@ -92,6 +101,46 @@ def graph_nodes(trace: Trace) -> int:
         for block in trace.blocks
     ]
     return sum(by_block[call.block] for call in trace.calls)
+
+
+def _hands_on_parameters(trace: Trace, calls: Sequence[int]) -> bool:
+    """Return whether what later calls read follows from the parameters of a stage alone."""
+    beside: set[str] = set()
+    for index in calls:
+        call = trace.calls[index]
+        block = trace.blocks[call.block]
+        entering = list(zip(block.inputs, call.args, strict=True))
+        own = _beside(
+            block,
+            carried={v.name for v, arg in entering if v.needs_grad and arg not in beside},
+            beside={v.name for v, arg in entering if arg in beside},
+        )
+        beside |= {out for name, out in zip(block.outputs, call.outs, strict=True) if name in own}
+    return any(not beside.isdisjoint(call.args) for call in trace.calls[calls[-1] + 1 :])
+
+
+def _outputs_beside(block: BlockTrace) -> list[int]:
+    """Return which outputs of a block by itself follow from its parameters alone."""
+    own = _beside(block, carried={v.name for v in block.inputs if v.needs_grad}, beside=set())
+    return [place for place, name in enumerate(block.outputs) if name in own]
+
+
+def _beside(block: BlockTrace, *, carried: set[str], beside: set[str]) -> set[str]:
+    """Return the values of a block that follow from parameters alone.
+
+    Args:
+        block: a class of calls.
+        carried: inputs that an activation of the stage goes into.
+        beside: inputs that parameters alone go into.
+    """
+    carried, beside = set(carried), set(beside)
+    beside |= {state.name for state in block.states if state.is_trained}
+    for op in block.ops:
+        if op.needs_grad and not carried.isdisjoint(op.inputs):
+            carried.add(op.name)
+        elif op.needs_grad and not beside.isdisjoint(op.inputs):
+            beside.add(op.name)
+    return beside
 
 
 def _one_of_each(trace: Trace, calls: Sequence[int] | None = None) -> list[int]:

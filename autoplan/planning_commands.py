@@ -266,9 +266,9 @@ def compare(
     plan_files: Annotated[list[Path], typer.Argument(help="Plans that were saved.")],
 ) -> None:
     """Print saved plans side by side: what each decides, and what it is predicted to take."""
-    from autoplan.comparison import comparison
+    from autoplan.comparison import side_by_side
 
-    typer.echo(comparison({str(path): Plan.load(path) for path in plan_files}))
+    typer.echo(side_by_side({str(path): Plan.load(path) for path in plan_files}))
 
 
 def dimensions(

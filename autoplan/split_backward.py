@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["reads_again"]
+__all__ = ["hands_on_parameters", "reads_again"]
 
 
 def reads_again(outputs: Sequence[torch.Tensor], inputs: Iterable[torch.Tensor]) -> bool:
@@ -45,6 +45,24 @@ def reads_again(outputs: Sequence[torch.Tensor], inputs: Iterable[torch.Tensor])
             return True
         below[node] = beside | along
     return False
+
+
+def hands_on_parameters(outputs: Sequence[torch.Tensor], inputs: Iterable[torch.Tensor]) -> bool:
+    """Return whether an output follows from parameters alone.
+
+    Torch keeps gradients for later where parameters come to what inputs go into. The gradient of
+    such an output comes to no such place, and would be lost.
+
+    Args:
+        outputs, inputs: as in `reads_again`.
+    """
+    targets = {_node(x) for x in inputs if x.requires_grad}
+    ends = [_node(x) for x in outputs if x.requires_grad]
+    reached: dict[Any, bool] = {None: False}  # whether an input is below a node
+    for node in _children_first(ends):
+        below = any(reached[child] for child, _ in node.next_functions)
+        reached[node] = node in targets or below
+    return not all(reached[end] for end in ends)
 
 
 def _node(tensor: torch.Tensor) -> Any:

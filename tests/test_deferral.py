@@ -81,6 +81,39 @@ def test_stages_that_cannot_be_split_are_those_of_autograd(order: str) -> None:
         assert stage_backward(traced, range(calls[start], len(traced.calls))) == expected
 
 
+class Biased(nn.Module):
+    """Layers that add what one of them made of its parameters alone, as T5 adds positions."""
+
+    def __init__(self, num_layers: int, source: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(num_layers))
+        self.table = nn.ParameterList(
+            nn.Parameter(torch.randn(6)) if i == source else None for i in range(num_layers)
+        )
+        self.source = source
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None
+        for index, layer in enumerate(self.layers):
+            if index == self.source:
+                bias = self.table[index].exp()
+            x = x + layer(x).relu()
+            if bias is not None:
+                x = x * bias
+        return x
+
+
+@pytest.mark.parametrize("source", [0, 1, 3])
+def test_a_value_of_parameters_alone_that_is_handed_on_forbids_a_split(source: int) -> None:
+    traced = trace(Biased(4, source), torch.randn(2, 6), mean_square, microbatch_size=2)
+    place = next(i for i, call in enumerate(traced.calls) if "exp" in call.outs)
+    assert any("exp" in call.args for call in traced.calls[place + 1 :])
+    assert splits(traced) is (place == 0), "the first stage has nothing to send back"
+    assert stage_backward(traced, (place,)) == ("whole" if place else "late")
+    rest = stage_backward(traced, range(max(1, place), len(traced.calls)))
+    assert rest == "split", "nothing is handed on by the last stage"
+
+
 @pytest.mark.parametrize(("order", "expected"), [("abcd", True), ("abcb", False), ("abca", True)])
 def test_models_split_wherever_they_are_cut(order: str, expected: bool) -> None:
     traced = trace(Layers(order), torch.randn(2, 6), mean_square, microbatch_size=2)

@@ -147,6 +147,22 @@ FOUND = (
         optimizer="sgd",
         seed=65536,
     ),
+    # A stage hands on position biases, which follow from parameters alone: their gradient was lost.
+    Draw(
+        family="t5",
+        dp=1,
+        tp=1,
+        pp=2,
+        zero_stage=0,
+        microbatch_size=1,
+        num_microbatches=2,
+        num_chunks=2,
+        schedule="zero_bubble",
+        layout="whole",
+        recompute="none",
+        optimizer="adamw",
+        seed=195,
+    ),
     # A write to a view dropped the hook that gathers parameters for the backward.
     replace(VIEWS, dp=2, pp=1, zero_stage=3, schedule="gpipe", recompute="full"),
 )

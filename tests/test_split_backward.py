@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoplan.split_backward import reads_again
+from autoplan.split_backward import hands_on_parameters, reads_again
 
 
 class _Chain(nn.Module):
@@ -37,3 +37,13 @@ def test_slices_of_one_weight_side_by_side_can_be_split() -> None:
     first, second = torch.split(weight, 3, 1)
     assert not reads_again([entered @ first, entered @ second], [entered])
     assert reads_again([entered @ first @ second], [entered])
+
+
+def test_an_output_of_parameters_alone_is_told() -> None:
+    weight = nn.Parameter(torch.randn(3))
+    entered = torch.randn(2, 3, requires_grad=True)
+    bias = weight.exp()
+    made = entered * bias
+    assert not hands_on_parameters([made], [entered])
+    assert hands_on_parameters([made, bias], [entered])
+    assert not hands_on_parameters([made, entered], [entered])
