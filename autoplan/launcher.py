@@ -17,7 +17,7 @@ from typing import IO
 
 from autoplan.errors import EmitError
 
-__all__ = ["ERROR_FOLDER", "LaunchResult", "launch"]
+__all__ = ["ERROR_FOLDER", "LaunchResult", "is_running", "launch"]
 
 ERROR_FOLDER = "AUTOPLAN_ERROR_FOLDER"
 
@@ -135,12 +135,17 @@ def _kill_session(process: subprocess.Popen[str]) -> None:
     workers = _descendants(process.pid)
     for pid in (process.pid, *workers):
         _signal(pid, signal.SIGTERM)
-    deadline = time.monotonic() + _GRACE_S
-    while any(_is_alive(pid) for pid in workers) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    _wait_for_end(workers)
     for pid in (process.pid, *workers):
         _signal(pid, signal.SIGKILL)
     process.wait()
+    _wait_for_end(workers)
+
+
+def _wait_for_end(pids: Sequence[int]) -> None:
+    deadline = time.monotonic() + _GRACE_S
+    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _descendants(root: int) -> list[int]:
@@ -180,7 +185,14 @@ def _signal(pid: int, number: signal.Signals) -> None:
         return
 
 
-def _is_alive(pid: int) -> bool:
+def is_running(pid: int) -> bool:
+    """Return whether a process has not ended; one that nobody has reaped yet has."""
+    if Path("/proc/self/stat").exists():
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        return text.rpartition(")")[2].split()[0] not in ("Z", "X")
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
 import pytest
 
 from autoplan.errors import EmitError
-from autoplan.launcher import launch
+from autoplan.launcher import is_running, launch
 
 WORKER = """
 import os, sys, time
@@ -47,7 +46,7 @@ def _run(script: Path, what: str, timeout_s: float) -> str:
 
 def _alive(script: Path) -> list[int]:
     pids = [int(path.read_text()) for path in (script.parent / "pids").iterdir()]
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists()] if os.name == "posix" else []
+    return [pid for pid in pids if is_running(pid)]
 
 
 def test_a_launch_returns_what_rank_0_printed(script: Path) -> None:

@@ -5,13 +5,12 @@ Plans for other models, other numbers of processes and other batches: see `tests
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from autoplan.errors import EmitError
-from autoplan.launcher import launch
+from autoplan.launcher import is_running, launch
 from tests.end_to_end.worker import gpt
 
 ROOT = Path(__file__).parent.parent.parent
@@ -28,7 +27,7 @@ def alive(folder: Path) -> list[int]:
     """Return the workers that still run."""
     pids = [int(path.read_text()) for path in folder.iterdir() if path.name.isdigit()]
     assert pids
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists()] if os.name == "posix" else []
+    return [pid for pid in pids if is_running(pid)]
 
 
 def test_a_plan_searched_on_rank_0_is_run_by_every_rank(tmp_path: Path) -> None:
