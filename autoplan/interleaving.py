@@ -224,6 +224,7 @@ def paced(
     problem: PipelineProblem,
     solution: PipelineSolution,
     counts: Counts,
+    alive: Sequence[tuple[float, ...]],
 ) -> PipelineSolution | None:
     """Return a solution by stages under common paces that is no dearer once a step, or None.
 
@@ -235,6 +236,7 @@ def paced(
         problem: by ranks, whose memory is kept to.
         solution: of it.
         counts: alike blocks of each stage.
+        alive: micro-batches that each stage of a rank keeps.
     """
     run, options = alike.calls, per_call[alike.calls.start]
     chosen = [own[index] for own, index in zip(per_call, solution.options, strict=True)]
@@ -250,9 +252,8 @@ def paced(
         beside = [chosen[c] for c in range(start, end) if c not in run]
         held = sum(option.static + live * option.kept for option in beside)
         room = problem.capacity[rank] - problem.fixed[rank] - held - working
-        ranks.append(
-            PacedRank(sizes=counts[rank], load=tuple(shares[rank].load), live=live, room=room)
-        )
+        load = tuple(shares[rank].load)
+        ranks.append(PacedRank(sizes=counts[rank], load=load, live=alive[rank], room=room))
     found = paced_options(options, usable, ranks)
     return None if found is None else _by_stage(run, solution, found)
 

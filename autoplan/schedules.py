@@ -9,7 +9,7 @@ tests.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Literal, get_args
@@ -22,6 +22,7 @@ __all__ = [
     "enough_rounds",
     "gpipe",
     "in_flight",
+    "in_flight_by_stage",
     "interleaved",
     "most_in_flight",
     "one_f_one_b",
@@ -31,6 +32,8 @@ __all__ = [
 ]
 
 Kind = Literal["F", "B", "I", "W"]
+
+_CHANGE: Mapping[Kind, int] = {"F": 1, "B": -1, "I": 0, "W": -1}  # of micro-batches in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +262,21 @@ def in_flight(schedule: str, pp: int, num_microbatches: int, num_chunks: int) ->
     return tuple(most_in_flight(own) for own in listed)
 
 
+def in_flight_by_stage(
+    schedule: str, pp: int, num_microbatches: int, num_chunks: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return per rank how many micro-batches of each of its stages are alive when most are."""
+    found = []
+    for own in schedule_actions(schedule, pp, num_microbatches, num_chunks):
+        live, most = [0] * num_chunks, (0,) * num_chunks
+        for action in own:
+            live[action.stage // pp] += _CHANGE[action.kind]
+            if sum(live) > sum(most):
+                most = tuple(live)
+        found.append(most)
+    return tuple(found)
+
+
 def most_in_flight(actions: Sequence[Action]) -> int:
     """Return the most micro-batches of a rank's stages whose forward ran and backward has not.
 
@@ -266,6 +284,6 @@ def most_in_flight(actions: Sequence[Action]) -> int:
     """
     live = most = 0
     for action in actions:
-        live += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+        live += _CHANGE[action.kind]
         most = max(most, live)
     return most

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -150,20 +151,18 @@ def _repaired(
     """Return a solution that fits exactly, or one without options, and if that came at once."""
     pricer, asked = planner.pricer(setting.microbatch_size), posed.asked
     problem = replace(asked.problem, capacity=capacity)
-    totals = [cluster.total_bytes for cluster in stage_clusters(planner.cluster, setting)]
     for attempt in range(_MAX_REPAIRS):
         found = _solved(setting, problem, cutoff, time_limit_s, posed.known)
         if not found.options:
             return found, attempt == 0
-        excess: list[int] = []
-        fitting = []
-        for solution in _by_stage(planner, setting, asked, problem, found):
-            chosen = [d[o] for d, o in zip(asked.per_call, solution.options, strict=True)]
-            price = plan_price(pricer, setting, solution.ends, chosen)
-            over = [m.peak - total for m, total in zip(price.memory, totals, strict=True)]
-            if max(over) <= 0:
-                fitting.append((price.step_time_s, solution))
-            excess = excess or over
+        solution, fitting = found, []
+        if setting.virtual_stages > 1:
+            alike = planner.alike_run(setting.microbatch_size)
+            solution = dealt(alike, asked.options, found, asked.counts)
+            fitting = _paced(planner, setting, asked, problem, found)
+        step_time_s, excess = _step_and_excess(planner, setting, asked, solution)
+        if max(excess) <= 0:
+            fitting.append((step_time_s, solution))
         if fitting:
             step_time_s, solution = min(fitting, key=lambda one: one[0])
             return _as_priced(planner, setting, posed, solution, step_time_s, cutoff), False
@@ -179,20 +178,62 @@ def _repaired(
     return _without(cutoff), False
 
 
-def _by_stage(
+def _step_and_excess(
+    planner: Planner, setting: Setting, asked: SettingProblem, solution: PipelineSolution
+) -> tuple[float, list[int]]:
+    """Return the seconds of a step, and by how many bytes each rank exceeds its memory."""
+    chosen = [d[o] for d, o in zip(asked.per_call, solution.options, strict=True)]
+    pricer = planner.pricer(setting.microbatch_size)
+    price = plan_price(pricer, setting, solution.ends, chosen)
+    totals = [cluster.total_bytes for cluster in stage_clusters(planner.cluster, setting)]
+    excess = [m.peak - total for m, total in zip(price.memory, totals, strict=True)]
+    return price.step_time_s, excess
+
+
+def _paced(
     planner: Planner,
     setting: Setting,
     asked: SettingProblem,
     problem: PipelineProblem,
-    solution: PipelineSolution,
-) -> list[PipelineSolution]:
-    """Return a solution of ranks' shares as solutions by stages, those as it was solved first."""
-    if setting.virtual_stages == 1:
-        return [solution]
+    shares: PipelineSolution,
+) -> list[tuple[float, PipelineSolution]]:
+    """Return stages under common paces that fit exactly, with the seconds of a step, as found.
+
+    Stages of a rank keep as many micro-batches each, or as many as they do when the rank keeps
+    most. Where the linear memory is too low, ranks get less room, twice as much less every time.
+    """
+    even = [(float(live),) * setting.virtual_stages for live in problem.live]
+    found = (
+        _paced_alive(planner, setting, asked, problem, shares, alive)
+        for alive in (even, setting.alive_by_stage())
+    )
+    return [one for one in found if one is not None]
+
+
+def _paced_alive(
+    planner: Planner,
+    setting: Setting,
+    asked: SettingProblem,
+    problem: PipelineProblem,
+    shares: PipelineSolution,
+    alive: Sequence[tuple[float, ...]],
+) -> tuple[float, PipelineSolution] | None:
+    """Return what `_paced` does where stages of a rank keep so many micro-batches each."""
     alike = planner.alike_run(setting.microbatch_size)
-    own = paced(alike, asked.options, problem, solution, asked.counts)
-    as_solved = dealt(alike, asked.options, solution, asked.counts)
-    return [as_solved] if own is None else [as_solved, own]
+    unit = planner.pricer(setting.microbatch_size).memory_unit
+    for attempt in range(_MAX_REPAIRS):
+        own = paced(alike, asked.options, problem, shares, asked.counts, alive)
+        if own is None:
+            break
+        step_time_s, excess = _step_and_excess(planner, setting, asked, own)
+        if max(excess) <= 0:
+            return step_time_s, own
+        capacity = tuple(
+            room - -(-max(0, over) * 2**attempt // unit)
+            for room, over in zip(problem.capacity, excess, strict=True)
+        )
+        problem = replace(problem, capacity=capacity)
+    return None
 
 
 def _without(cutoff: int | None) -> PipelineSolution:

@@ -15,7 +15,13 @@ from autoplan.graph import Trace
 from autoplan.limits import LIMITED_KEYS, Limits
 from autoplan.meshes import AXIS_ORDERS, AxisOrder
 from autoplan.optimizers import Optimizer
-from autoplan.schedules import MULTI_STAGE, enough_rounds, in_flight, unrunnable_split
+from autoplan.schedules import (
+    MULTI_STAGE,
+    enough_rounds,
+    in_flight,
+    in_flight_by_stage,
+    unrunnable_split,
+)
 
 __all__ = [
     "NO_LIMITS",
@@ -144,6 +150,19 @@ class Setting:
             enough, v = enough_rounds(m, self.pp), self.virtual_stages
             return tuple(count / v for count in in_flight(self.schedule, self.pp, enough, v))
         return (m,) * self.pp if self.schedule == "gpipe" else (1,)
+
+    def alive_by_stage(self) -> tuple[tuple[float, ...], ...]:
+        """Return per rank the micro-batches of each of its stages that are alive when most are.
+
+        Scaled to the sum that `live` counts for all stages of the rank.
+        """
+        m, v = self.num_microbatches, self.virtual_stages
+        enough = enough_rounds(m, self.pp)
+        counts = in_flight_by_stage(self.schedule, self.pp, enough, v)
+        return tuple(
+            tuple(count * live * v / sum(own) for count in own)
+            for own, live in zip(counts, self.live(), strict=True)
+        )
 
     def live(self) -> tuple[int, ...]:
         """Return `alive`, rounded up."""
