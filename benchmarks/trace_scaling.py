@@ -21,7 +21,7 @@ from autoplan.models import load_model
 from autoplan.tracer import trace
 from benchmarks.apart import run_apart
 
-__all__ = ["depth_ratio", "preset_cost"]
+__all__ = ["depth_ratio", "gpt", "preset_cost"]
 
 PRESETS = ("gpt3-175b", "llama3-405b", "mixtral-8x7b", "deepseek-v3")
 MOST_SECONDS = 6.0
@@ -29,7 +29,8 @@ MOST_BYTES = 3 * 2**29
 MOST_RATIO = 1.3
 
 
-def _gpt(depth: int) -> tuple[Any, Any]:
+def gpt(depth: int) -> tuple[Any, Any]:
+    """Return GPT-2 with so many layers, on the meta device, and a batch."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -47,7 +48,7 @@ def _cpu_seconds(model: Any, batch: Any) -> float:
 
 def depth_ratio(depths: tuple[int, int] = (12, 96), repeats: int = 5) -> float:
     """Return the least CPU time to trace the deeper model over that of the other."""
-    shallow, deep = (_gpt(depth) for depth in depths)
+    shallow, deep = (gpt(depth) for depth in depths)
     _cpu_seconds(*shallow)
     pairs = [(_cpu_seconds(*shallow), _cpu_seconds(*deep)) for _ in range(repeats)]
     return min(pair[1] for pair in pairs) / min(pair[0] for pair in pairs)

@@ -108,11 +108,15 @@ def test_ctrl_c_keeps_what_was_measured_and_the_next_run_goes_on(tmp_path: Path)
 
 
 def test_a_second_ctrl_c_is_one_as_always() -> None:
-    with stoppable() as stop:
-        signal.raise_signal(signal.SIGINT)
-        assert stop.is_asked
-        with pytest.raises(KeyboardInterrupt):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
+    try:
+        with stoppable() as stop:
             signal.raise_signal(signal.SIGINT)
+            assert stop.is_asked
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_an_unknown_device_is_told_from_an_absent_one(tmp_path: Path) -> None:
