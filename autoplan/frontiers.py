@@ -22,6 +22,7 @@ from autoplan.search.frontier import (
     frontier_cover,
     whole_frontier,
 )
+from autoplan.search.problem import ChoiceSolution
 from autoplan.times import Timer
 from autoplan.units import TICK_S
 
@@ -142,16 +143,8 @@ class Frontiers:
         With `lean`, the fastest among those that save most of the memory that sharding can save:
         within a quarter of the way from the leanest to the fastest.
         """
-        model = ChoiceModel(
-            block,
-            timer,
-            whole,
-            region=False,
-            is_sequence_parallel=is_sequence_parallel,
-            slices=slices,
-        )
-        fastest = fastest_choice(
-            model.problem, time_limit_s=self.time_limit_s, eliminations=self.eliminations
+        model, fastest = self._fastest(
+            block, timer, whole, is_sequence_parallel=is_sequence_parallel, slices=slices
         )
         if not lean or timer.degree == 1:
             return model.read(fastest)
@@ -163,6 +156,29 @@ class Frontiers:
             return model.read(found)
         limit = _lean_limit(fastest.memory, every[-1].memory)
         return model.read(next(point for point in every if point.memory <= limit))
+
+    def _fastest(
+        self,
+        block: BlockTrace,
+        timer: Timer,
+        whole: frozenset[str],
+        *,
+        is_sequence_parallel: bool,
+        slices: Sequence[tuple[str, str]],
+    ) -> tuple[ChoiceModel, ChoiceSolution]:
+        """Return the problem of a class without recomputation, and its fastest choice."""
+        model = ChoiceModel(
+            block,
+            timer,
+            whole,
+            region=False,
+            is_sequence_parallel=is_sequence_parallel,
+            slices=slices,
+        )
+        fastest = fastest_choice(
+            model.problem, time_limit_s=self.time_limit_s, eliminations=self.eliminations
+        )
+        return model, fastest
 
     def fastest_s(
         self,
@@ -177,17 +193,10 @@ class Frontiers:
 
         Nothing that recomputes is faster than the same without. Infinite where there is none.
         """
-        problem = ChoiceModel(
-            block,
-            timer,
-            whole,
-            region=False,
-            is_sequence_parallel=is_sequence_parallel,
-            slices=slices,
-        ).problem
-        fastest = fastest_choice(
-            problem, time_limit_s=self.time_limit_s, eliminations=self.eliminations
+        model, fastest = self._fastest(
+            block, timer, whole, is_sequence_parallel=is_sequence_parallel, slices=slices
         )
+        problem = model.problem
         if fastest.status == "infeasible":
             return math.inf
         # Every cost was rounded up to a tick; the price of a decision rounds its sum once.
