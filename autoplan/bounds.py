@@ -140,7 +140,7 @@ def _state_bytes(planner: Planner) -> int:
         trace = planner.smallest_trace()
         ratio = planner.workload.parameter_bytes_per_traced_byte
         per_byte = planner.workload.optimizer.state_bytes_per_byte
-        canonical = {fqn: group[0] for group in trace.shared for fqn in group}
+        canonical = trace.first_names()
         sizes: dict[str, int] = {}
         for call in trace.calls:
             for state, fqn in zip(trace.blocks[call.block].states, call.states, strict=True):

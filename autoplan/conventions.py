@@ -98,7 +98,7 @@ def possible_conventions(pricer: Pricer, degree: int) -> tuple[Convention, ...]:
 
 def _shared_groups(trace: Trace) -> tuple[Group, ...]:
     """Return the states of classes that name parameters of several calls, in groups."""
-    canonical = {fqn: group[0] for group in trace.shared for fqn in group}
+    canonical = trace.first_names()
     uses: dict[str, set[tuple[int, str]]] = {}
     num_calls: dict[str, int] = {}
     for call in trace.calls:

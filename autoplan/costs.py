@@ -231,7 +231,7 @@ class Pricer:
     def _canonical(self, call: int) -> tuple[str, ...]:
         """Return one name for each state of a call, the same wherever a parameter is shared."""
         if call not in self._names:
-            canonical = {fqn: group[0] for group in self.trace.shared for fqn in group}
+            canonical = self.trace.first_names()
             states = self.trace.calls[call].states
             self._names[call] = tuple(canonical.get(fqn, fqn) for fqn in states)
         return self._names[call]

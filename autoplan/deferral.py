@@ -156,7 +156,7 @@ def _trained(trace: Trace, block: int, states: Sequence[str]) -> list[str]:
 
 def _share(trace: Trace, calls: Sequence[int]) -> bool:
     """Return whether two calls share a trained parameter."""
-    canonical = {fqn: group[0] for group in trace.shared for fqn in group}
+    canonical = trace.first_names()
     seen: set[str] = set()
     for index in calls:
         call = trace.calls[index]
@@ -188,7 +188,7 @@ def _block_reads_again(trace: Trace, index: int) -> bool:
 
 def _reads_again(trace: Trace, calls: Sequence[int]) -> bool:
     """Return whether a parameter goes into a carried value that meets the same parameter again."""
-    canonical = {fqn: group[0] for group in trace.shared for fqn in group}
+    canonical = trace.first_names()
     below: dict[str, frozenset[str]] = {}
     made = {value for index in calls for value in trace.calls[index].outs}
     carried: set[str] = set()

@@ -346,6 +346,10 @@ class Trace:
     lost_writes: tuple[LostWrite, ...] = ()
     changed: tuple[ChangedState, ...] = ()
 
+    def first_names(self) -> dict[str, str]:
+        """Return the first name of each parameter that has several, by each of its names."""
+        return {fqn: group[0] for group in self.shared for fqn in group}
+
     def without(self, options: Collection[tuple[str, str, str]]) -> Trace:
         """Return the trace without some options of its ops: class, op and axis of each."""
         if not options:

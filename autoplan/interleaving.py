@@ -80,7 +80,7 @@ def _longest_run(trace: Trace) -> range:
 
 def _are_apart(trace: Trace, run: range) -> bool:
     """Return whether each call of a run has parameters, and no other call of the chain has them."""
-    canonical = {fqn: group[0] for group in trace.shared for fqn in group}
+    canonical = trace.first_names()
     seen: set[str] = set()
     for call in run:
         own = {canonical.get(fqn, fqn) for fqn in trace.calls[call].states}

@@ -120,7 +120,7 @@ def _own_part(
     sizes = {**local.inputs, **local.side_inputs}
     pairs = zip(local.block.inputs, trace_call.args, strict=True)
     outs = zip(local.outputs, trace_call.outs, strict=True)
-    canonical = {fqn: group[0] for group in trace.shared for fqn in group}
+    canonical = trace.first_names()
     names = {
         state.name: canonical.get(fqn, fqn)
         for state, fqn in zip(local.block.states, trace_call.states, strict=True)

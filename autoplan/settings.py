@@ -395,7 +395,7 @@ def _divisors(number: int) -> list[int]:
 
 def shared_states(trace: Trace) -> dict[int, frozenset[str]]:
     """Return per block class the state names that name a parameter of several calls."""
-    canonical = {fqn: group[0] for group in trace.shared for fqn in group}
+    canonical = trace.first_names()
     uses: dict[str, int] = {}
     for call in trace.calls:
         for fqn in {canonical.get(f, f) for f in call.states}:

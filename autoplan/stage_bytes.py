@@ -76,7 +76,7 @@ def stage_blocks(
         stage_block(pricer, call, decision, setting, held, values)
         for call, decision in zip(calls, decisions, strict=True)
     ]
-    canonical = {fqn: group[0] for group in pricer.trace.shared for fqn in group}
+    canonical = pricer.trace.first_names()
     readers: dict[str, list[tuple[int, int]]] = {}
     for place, (call, decision) in enumerate(zip(calls, decisions, strict=True)):
         trace_call = pricer.trace.calls[call]

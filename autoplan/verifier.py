@@ -205,7 +205,7 @@ def _axes(plan: Plan, trace: Trace) -> Iterator[Violation]:
 
 
 def _parameters(plan: Plan, trace: Trace) -> Iterator[Violation]:
-    canonical = {fqn: group[0] for group in trace.shared for fqn in group}
+    canonical = trace.first_names()
     shared = {group[0] for group in trace.shared}
     stages: dict[str, set[int]] = {}
     for stage in plan.stages:
@@ -227,7 +227,7 @@ def _parameters(plan: Plan, trace: Trace) -> Iterator[Violation]:
 
 
 def _stored_alike(plan: Plan, trace: Trace) -> Iterator[Violation]:
-    canonical = {fqn: group[0] for group in trace.shared for fqn in group}
+    canonical = trace.first_names()
     stored: dict[str, dict[str, str]] = {}
     for block, traced in _blocks(plan, trace):
         layout = plan.placements.get(block.placements)
@@ -325,7 +325,7 @@ def independent_bytes(plan: Plan, trace: Trace) -> tuple[int, ...]:
     ratio = 2 if plan.mixed_precision != "none" else 1
     states = Optimizer.named(plan.optimizer, is_foreach=False).state_bytes_per_byte
     shards = plan.mesh.dp // plan.mesh.dp_replicate if plan.zero_stage >= 1 else 1
-    canonical = {fqn: group[0] for group in trace.shared for fqn in group}
+    canonical = trace.first_names()
     needs = [0] * plan.mesh.pp
     for stage in plan.stages:
         live = _live(plan, stage.index)
