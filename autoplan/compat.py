@@ -28,7 +28,6 @@ from autoplan.patching import replaced
 
 __all__ = [
     "RingStage",
-    "all_reduce_together",
     "fake_processes",
     "flatten_axes",
     "has_autograd_threads",
@@ -57,7 +56,6 @@ def _probe(owner: Any, name: str) -> Any:
 
 
 _set_pg_timeout = _probe(distributed_c10d, "_set_pg_timeout")
-_all_reduce_coalesced = _probe(dist.ProcessGroup, "allreduce_coalesced")
 _strided_shard = _probe(placement_types, "_StridedShard")
 _replicate = _probe(replicate_with_fsdp, "replicate")
 _flatten = _probe(DeviceMesh, "_flatten")
@@ -110,11 +108,6 @@ def waiting_at_most(timeout_s: float | None) -> Iterator[None]:
 
     with replaced(torch_schedules, _wait_batch_p2p=wait_for_all):
         yield
-
-
-def all_reduce_together(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> Any:
-    """Start summing tensors of one dtype in place over a group; returns what to wait for."""
-    return _all_reduce_coalesced(group, tensors)
 
 
 def strided_dim(placement: Any) -> int:

@@ -32,8 +32,7 @@ from autoplan.stages import StageRoot
 __all__ = ["GradientReducer", "Sharder", "Unsharded", "local_tensor", "shard", "store_in_float32"]
 
 
-# Gradients below this size are reduced together: each collective of its own costs a launch. NCCL
-# reduces them where they are, gloo copies them.
+# Gradients below this size are reduced together: each collective of its own costs a launch.
 _TOGETHER_BYTES = 4 << 20
 
 
@@ -71,9 +70,10 @@ class Unsharded:
 
 @dataclass(slots=True)
 class GradientReducer:
-    """ZeRO 0: average gradients in place over the data-parallel ranks, as backward makes them.
+    """ZeRO 0: average gradients over the data-parallel ranks, as backward makes them.
 
-    Small gradients wait for others and go together; a large one goes alone, without a copy.
+    Small gradients wait for others, move into one buffer and go together; a large one goes alone,
+    without a copy.
 
     Attributes:
         parameters: in an order that all ranks share.
@@ -88,7 +88,7 @@ class GradientReducer:
     _started: set[int] = field(default_factory=set)
     _waiting: list[torch.Tensor] = field(default_factory=list)
     _waiting_bytes: int = 0
-    _works: list[tuple[list[torch.Tensor], Any]] = field(default_factory=list)
+    _works: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.overlaps:
@@ -113,9 +113,8 @@ class GradientReducer:
             if parameter.grad is not None and id(parameter) not in self._started:
                 self._add(parameter)
         self._start_waiting()
-        for tensors, work in self._works:
+        for work in self._works:
             work.wait()
-            torch._foreach_div_(tensors, self.group.size())
         self._works.clear()
         self._is_last = False
 
@@ -128,9 +127,8 @@ class GradientReducer:
         self._started.add(id(parameter))
         normalise_gradient(parameter)
         local = local_tensor(parameter.grad)
-        if local.nbytes >= _TOGETHER_BYTES:
-            work = dist.all_reduce(local, group=self.group, async_op=True)
-            self._works.append(([local], work))
+        if local.nbytes >= _TOGETHER_BYTES or not local.is_contiguous():
+            self._start(local)
             return
         if self._waiting and self._waiting[0].dtype != local.dtype:
             self._start_waiting()
@@ -140,10 +138,19 @@ class GradientReducer:
             self._start_waiting()
 
     def _start_waiting(self) -> None:
-        if self._waiting:
-            work = compat.all_reduce_together(self._waiting, self.group)
-            self._works.append((self._waiting, work))
-            self._waiting, self._waiting_bytes = [], 0
+        if len(self._waiting) > 1:
+            buffer = torch.cat([gradient.view(-1) for gradient in self._waiting])
+            sizes = [gradient.numel() for gradient in self._waiting]
+            for gradient, piece in zip(self._waiting, torch.split(buffer, sizes), strict=True):
+                gradient.data = piece.view(gradient.shape)
+            self._start(buffer)
+        elif self._waiting:
+            self._start(self._waiting[0])
+        self._waiting, self._waiting_bytes = [], 0
+
+    def _start(self, tensor: torch.Tensor) -> None:
+        tensor.div_(self.group.size())
+        self._works.append(dist.all_reduce(tensor, group=self.group, async_op=True))
 
 
 @dataclass(slots=True)
