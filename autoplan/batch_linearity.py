@@ -164,17 +164,17 @@ def _picks_rows(
     labels = dims[op.name].inputs[0] if op.name in dims else ()
     if not labels and picked in dims:
         labels = dims[picked].output
-    indices = given["indices"] if "indices" in given else given["index"]
-    if name == "take_along_dim" or not isinstance(indices, (list, tuple)):
-        indices = {given["dim"]: indices} if given["dim"] is not None else {}
-    else:
-        indices = dict(enumerate(indices))
+    by_place: dict[int, object] = {}
+    if name == "index":
+        by_place = dict(enumerate(given["indices"]))
+    elif given["dim"] is not None:
+        by_place = {given["dim"]: given["indices" if name == "take_along_dim" else "index"]}
     return bool(labels) and any(
         isinstance(index, Ref)
         and levels.get(index.name, "free") == "free"
         and index.name not in ranges
         and _batches((labels[place],)) > 0
-        for place, index in indices.items()
+        for place, index in by_place.items()
     )
 
 

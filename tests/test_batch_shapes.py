@@ -34,7 +34,7 @@ def expected(name: str, batches: list[dict[str, torch.Tensor]]) -> tuple[float, 
         for batch, count in zip(batches, counts, strict=True)
     ) / sum(counts)
     assert isinstance(total, torch.Tensor)
-    total.backward()
+    total.backward()  # type: ignore[no-untyped-call]
     return float(total), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
