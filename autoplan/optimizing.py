@@ -16,11 +16,12 @@ from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
 from autoplan.dry_run_result import LayoutNumerics
 from autoplan.errors import AutoplanError, InfeasibleError, SearchLimitError
+from autoplan.leanest import least_memory
 from autoplan.limits import constraint_texts, make_limits
 from autoplan.plan import Plan, SearchRecord, Simpler
 from autoplan.planner import Planner, make_planner
 from autoplan.reasons import Question
-from autoplan.remedies import infeasible_error, least_memory
+from autoplan.remedies import infeasible_error
 from autoplan.search.forks import Beside
 from autoplan.search.mesh import MeshResult, Progress
 from autoplan.settings import check_pins

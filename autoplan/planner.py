@@ -121,14 +121,20 @@ class Planner:
     strided: list[ParameterTrace] | None = None
 
     def trace(self, microbatch_size: int) -> Trace:
-        """Return the trace for a micro-batch size; sizes above 4 follow from those of 2 and 4."""
+        """Return the trace for a micro-batch size; 3 and above 4 follow from those of 2 and 4."""
         if microbatch_size not in self._traces:
             found = None
-            if microbatch_size > _TRACED_ROWS[1]:
+            if microbatch_size > _TRACED_ROWS[1] or self._is_between(microbatch_size):
                 low, high = (self.exact_trace(rows) for rows in _TRACED_ROWS)
                 found = interpolate(low, high, microbatch_size)
             self._traces[microbatch_size] = found or self.exact_trace(microbatch_size)
         return self._traces[microbatch_size]
+
+    def _is_between(self, microbatch_size: int) -> bool:
+        """Return whether sizes on both sides are traced for other settings in any case."""
+        low, high = _TRACED_ROWS
+        is_searched = "microbatch_size" not in self.pins
+        return is_searched and low < microbatch_size < high <= self.workload.global_batch_size
 
     def exact_trace(self, microbatch_size: int) -> Trace:
         """Return the trace of the program captured at a micro-batch size; each is made once."""
@@ -231,6 +237,16 @@ class Planner:
                 frontiers=self.frontiers,
             )
         return self._pricers[microbatch_size]
+
+    def use_prices(self, reference: Pricer) -> None:
+        """Price micro-batches of one size by the decisions of another problem's pricer."""
+        self._pricers[reference.trace.microbatch_size] = Pricer(
+            trace=reference.trace,
+            cluster=self.cluster,
+            workload=self.workload,
+            recompute=self.pins.get("recompute"),
+            reference=reference,
+        )
 
     def alike_run(self, microbatch_size: int) -> Alike:
         """Return the run of alike blocks that ranks of several stages are dealt."""

@@ -114,7 +114,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("stage_pricing", "plan_timeline"),
     ("plan_writer", "simple"),
     ("bounds", "setting_solver", "verifier", "report", "dimension_text"),
-    ("remedies", "reasons"),
+    ("leanest", "remedies", "reasons"),
     ("planner",),
     ("configurations",),
     ("estimating", "optimizing"),
