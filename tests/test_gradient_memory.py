@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from autoplan import sharders
@@ -115,3 +116,24 @@ def gradients(rank: int, limit: int, num_microbatches: int) -> list[str]:
 def test_gradients_that_are_reduced_in_place_change_no_other(num_microbatches: int) -> None:
     for limit in (1, 1 << 20):  # each alone, all together
         assert run_workers(gradients, 2, limit, num_microbatches) == [[], []]
+
+
+def in_another_order(rank: int) -> list[list[float]]:
+    """Return the gradients of two parameters that each rank makes in another order."""
+    first, last = nn.Parameter(torch.tensor([1.0, 2.0])), nn.Parameter(torch.tensor([3.0]))
+    reducer = sharders.GradientReducer(
+        parameters=[first, last], group=dist.distributed_c10d._get_default_group(), overlaps=True
+    )
+    reducer.before_step(1)
+    reducer.before_microbatch(0, 1)
+    for parameter in (first, last) if rank == 0 else (last, first):
+        parameter.square().sum().backward()  # type: ignore[no-untyped-call]
+    reducer.after_step()
+    assert first.grad is not None
+    assert last.grad is not None
+    return [first.grad.tolist(), last.grad.tolist()]
+
+
+def test_ranks_that_make_gradients_in_another_order_reduce_the_same_together() -> None:
+    for found in run_workers(in_another_order, 2):
+        assert found == [[2.0, 4.0], [6.0]]
