@@ -93,7 +93,7 @@ def test_gradients_that_do_not_share_by_the_graph_do_not_share_in_fact() -> None
     assert run_workers(lying_together, 1, watched) == [[]]
 
 
-def gradients(rank: int, limit: int, num_microbatches: int) -> list[str]:
+def gradients(rank: int, limit: int, num_microbatches: int, tp: int) -> list[str]:
     """Return the parameters whose gradients differ from those of one device."""
     sharders._TOGETHER_BYTES = limit
     model, _ = aliased()
@@ -105,17 +105,20 @@ def gradients(rank: int, limit: int, num_microbatches: int) -> list[str]:
     expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     model, example = aliased()
     program = capture(model, example, microbatch_size=2)
-    plan = hand_plan(program, "Aliased", dp=2, num_microbatches=num_microbatches)
+    plan = hand_plan(program, "Aliased", dp=2, tp=tp, num_microbatches=num_microbatches)
     module = parallelize(plan, model, example, device="cpu")
     module.train_step(module.shard_batch(batch))
     found = module.full_gradients()
     return [n for n, g in expected.items() if not torch.allclose(found[n], g, rtol=1e-10)]
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_gradients_that_are_reduced_in_place_change_no_other(num_microbatches: int) -> None:
+@pytest.mark.parametrize(("num_microbatches", "tp"), [(1, 1), (2, 1), (1, 2)])
+def test_gradients_that_are_reduced_in_place_change_no_other(
+    num_microbatches: int, tp: int
+) -> None:
     for limit in (1, 1 << 20):  # each alone, all together
-        assert run_workers(gradients, 2, limit, num_microbatches) == [[], []]
+        found = run_workers(gradients, 2 * tp, limit, num_microbatches, tp)
+        assert found == [[]] * (2 * tp)
 
 
 def in_another_order(rank: int) -> list[list[float]]:
