@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoplan import compat
 from autoplan.autocast import around_step
 from autoplan.executor import compile_graph
 from autoplan.gradient_memory import may_share_gradient
@@ -227,8 +226,8 @@ class _OwnGradient(torch.autograd.Function):
     """Give a local parameter a gradient whose memory nothing else has.
 
     Autograd adds to the first gradient that it gets in place, unless other things hold it. It does
-    not see what holds the local tensor in a DTensor: the gradients of two parameters, or of a
-    parameter and an activation, would be one memory.
+    not see what holds the local tensor in a DTensor, nor other views of it: the gradients of two
+    parameters, or of a parameter and an activation, would be one memory.
     """
 
     @staticmethod
@@ -238,7 +237,7 @@ class _OwnGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         (gradient,) = gradients
-        return gradient.clone() if compat.has_other_readers(gradient) else gradient
+        return gradient.clone()
 
 
 class _BlockForward:

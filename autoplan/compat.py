@@ -31,7 +31,6 @@ __all__ = [
     "fake_processes",
     "flatten_axes",
     "has_autograd_threads",
-    "has_other_readers",
     "is_strided",
     "on_sends",
     "pieces_of",
@@ -150,17 +149,6 @@ def has_autograd_threads(tasks: Path = Path("/proc/self/task")) -> bool:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
             names.append((task / "comm").read_text())
     return any(name.startswith(_AUTOGRAD_THREAD) for name in names)
-
-
-def has_other_readers(tensor: torch.Tensor) -> bool:
-    """Return whether something beside the caller may read or write the memory of `tensor`.
-
-    As torch's own accumulation of gradients decides it; a version that cannot tell says True.
-    """
-    count = getattr(tensor, "_use_count", None)
-    if count is None or tensor.nbytes < tensor.untyped_storage().nbytes():
-        return True
-    return bool(count() > 1)
 
 
 @contextlib.contextmanager

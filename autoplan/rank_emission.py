@@ -298,6 +298,7 @@ class RankEmission:
         return shard(
             root,
             [root.get_submodule(fqn) for fqn in fqns],
+            states=[fqn for i in stage.calls for fqn in self.program.calls[i].states],
             zero_stage=self.plan.zero_stage,
             mesh=sharding_mesh(self.mesh, self.plan.mesh.dp_replicate),
             is_mixed=self._is_mixed,

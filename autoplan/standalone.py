@@ -236,6 +236,7 @@ def _part(
     sharder = shard(
         root,
         [root.get_submodule(fqn) for fqn in stage.contents.modules],
+        states=[fqn for spec in stage.calls.values() for fqn in spec.states],
         zero_stage=plan.zero_stage,
         mesh=sharding_mesh(mesh, plan.mesh.dp_replicate),
         is_mixed=plan.mixed_precision == "bfloat16",

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from autoplan import sharders
@@ -92,7 +93,7 @@ def test_gradients_that_do_not_share_by_the_graph_do_not_share_in_fact() -> None
     assert run_workers(lying_together, 1, watched) == [[]]
 
 
-def gradients(rank: int, limit: int, num_microbatches: int) -> list[str]:
+def gradients(rank: int, limit: int, num_microbatches: int, tp: int) -> list[str]:
     """Return the parameters whose gradients differ from those of one device."""
     sharders._TOGETHER_BYTES = limit
     model, _ = aliased()
@@ -104,14 +105,38 @@ def gradients(rank: int, limit: int, num_microbatches: int) -> list[str]:
     expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     model, example = aliased()
     program = capture(model, example, microbatch_size=2)
-    plan = hand_plan(program, "Aliased", dp=2, num_microbatches=num_microbatches)
+    plan = hand_plan(program, "Aliased", dp=2, tp=tp, num_microbatches=num_microbatches)
     module = parallelize(plan, model, example, device="cpu")
     module.train_step(module.shard_batch(batch))
     found = module.full_gradients()
     return [n for n, g in expected.items() if not torch.allclose(found[n], g, rtol=1e-10)]
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_gradients_that_are_reduced_in_place_change_no_other(num_microbatches: int) -> None:
+@pytest.mark.parametrize(("num_microbatches", "tp"), [(1, 1), (2, 1), (1, 2)])
+def test_gradients_that_are_reduced_in_place_change_no_other(
+    num_microbatches: int, tp: int
+) -> None:
     for limit in (1, 1 << 20):  # each alone, all together
-        assert run_workers(gradients, 2, limit, num_microbatches) == [[], []]
+        found = run_workers(gradients, 2 * tp, limit, num_microbatches, tp)
+        assert found == [[]] * (2 * tp)
+
+
+def in_another_order(rank: int) -> list[list[float]]:
+    """Return the gradients of two parameters that each rank makes in another order."""
+    first, last = nn.Parameter(torch.tensor([1.0, 2.0])), nn.Parameter(torch.tensor([3.0]))
+    reducer = sharders.GradientReducer(
+        parameters=[first, last], group=dist.distributed_c10d._get_default_group(), overlaps=True
+    )
+    reducer.before_step(1)
+    reducer.before_microbatch(0, 1)
+    for parameter in (first, last) if rank == 0 else (last, first):
+        parameter.square().sum().backward()  # type: ignore[no-untyped-call]
+    reducer.after_step()
+    assert first.grad is not None
+    assert last.grad is not None
+    return [first.grad.tolist(), last.grad.tolist()]
+
+
+def test_ranks_that_make_gradients_in_another_order_reduce_the_same_together() -> None:
+    for found in run_workers(in_another_order, 2):
+        assert found == [[2.0, 4.0], [6.0]]
