@@ -5,19 +5,21 @@ That is the loss of the whole batch where every number that is made of all rows 
 over them) only ever is added up and scaled. A product of two such numbers, as of the shares of
 tokens and of probabilities of experts, or a root of one, differs between parts and whole. So does
 what compares each row with every other, as contrastive losses do: a value in which the batch stands
-twice, or an op along it that leaves it, such as a softmax over rows.
+twice, an op along it that leaves it, such as a softmax over rows, or rows that are picked by
+numbers that no row made, such as the next ones or a random order. (Rows that rows choose, as
+experts do theirs, are put back where they were.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from math import prod
 from typing import Literal
 
 from autoplan.autocast import bare
 from autoplan.axis_labels import arguments, op_name
 from autoplan.graph import OpDimensions
-from autoplan.program import BlockGraph, Op, Program
+from autoplan.program import BlockGraph, Op, Program, Ref
 from autoplan.step_means import find_denominators
 
 __all__ = ["linearity_notes"]
@@ -45,6 +47,10 @@ _ALONG = frozenset((
     "softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp",
     "roll", "flip", "sort", "argsort", "cummax", "cummin", "topk",
 ))  # fmt: skip
+_SAME_VALUES = frozenset((
+    "view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "expand", "expand_as", "clone",
+    "detach", "alias", "to", "_to_copy", "type_as", "contiguous",
+))  # fmt: skip
 
 
 def linearity_notes(
@@ -59,6 +65,7 @@ def linearity_notes(
     """
     denominators = {(d.call, d.op) for d in find_denominators(program, range(len(program.calls)))}
     levels = _entering(program)
+    ranges = _ranges(program.side_ops, set())
     found: dict[tuple[str, str], str] = {}
     mixed: dict[tuple[str, str], str] = {}
     for index, call in enumerate(program.calls):
@@ -66,18 +73,22 @@ def linearity_notes(
         inner: _Levels = {
             name: levels.get(arg, "free") for name, arg in zip(graph.inputs, call.args, strict=True)
         }
+        own = {n for n, arg in zip(graph.inputs, call.args, strict=True) if arg in ranges}
+        own = _ranges(graph.ops, own)
         for op in graph.ops:
             made, is_linear = _made(op, inner, dimensions[call.graph].get(op.name), graph)
             inner[op.name] = made
             where = ".".join(part for part in (call.fqn, op.fqn) if part) or "the loss"
             if not is_linear and (index, op.name) not in denominators:
                 found[where, op.name] = op.target_name
-            if _compares_rows(op, dimensions[call.graph].get(op.name)):
+            dims = dimensions[call.graph]
+            if _compares_rows(op, dims.get(op.name)) or _picks_rows(op, inner, own, dims):
                 mixed[where, op.name] = op.target_name
         levels.update(
             (out, inner.get(name, "free"))
             for name, out in zip(graph.outputs, call.outs, strict=True)
         )
+        ranges.update(o for n, o in zip(graph.outputs, call.outs, strict=True) if n in own)
     notes = []
     if found:
         notes.append(
@@ -130,6 +141,55 @@ def _compares_rows(op: Op, dims: OpDimensions | None) -> bool:
     places = along if isinstance(along, (list, tuple)) else [along]
     labels = dims.inputs[0]
     return any(labels[place] == "batch" for place in places if place is not None)
+
+
+def _picks_rows(
+    op: Op, levels: _Levels, ranges: Set[str], dims: Mapping[str, OpDimensions]
+) -> bool:
+    """Return whether an op picks rows of the batch by numbers that no row made.
+
+    A range from 0 counts the rows themselves: `x[arange(rows), last]` takes one token of each.
+
+    Args:
+        op: any.
+        levels: what the values of its graph are made of.
+        ranges: values that are 0, 1, 2 and so on.
+        dims: of the graph.
+    """
+    name = op_name(bare(op))
+    if name not in ("index", "index_select", "gather", "take_along_dim"):
+        return False
+    given = arguments(bare(op))
+    picked = given["self"].name
+    labels = dims[op.name].inputs[0] if op.name in dims else ()
+    if not labels and picked in dims:
+        labels = dims[picked].output
+    by_place: dict[int, object] = {}
+    if name == "index":
+        by_place = dict(enumerate(given["indices"]))
+    elif given["dim"] is not None:
+        by_place = {given["dim"]: given["indices" if name == "take_along_dim" else "index"]}
+    return bool(labels) and any(
+        isinstance(index, Ref)
+        and levels.get(index.name, "free") == "free"
+        and index.name not in ranges
+        and _batches((labels[place],)) > 0
+        for place, index in by_place.items()
+    )
+
+
+def _ranges(ops: Sequence[Op], known: Set[str]) -> set[str]:
+    """Return the values that are 0, 1, 2 and so on: those known, and what ops make of none."""
+    found = set(known)
+    for op in ops:
+        name = op_name(bare(op))
+        if name == "arange":
+            given = arguments(op)
+            if given.get("start", 0) == 0 and given.get("step", 1) == 1:
+                found.add(op.name)
+        elif name in _SAME_VALUES and op.inputs() and op.inputs()[0] in found:
+            found.add(op.name)
+    return found
 
 
 def _batches(labels: Sequence[str]) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from autoplan.program import TensorMeta
+
 __all__ = ["BatchSplitter"]
 
 
@@ -17,6 +19,7 @@ class BatchSplitter:
 
     Attributes:
         keys: readable paths of the tensor leaves.
+        metas: of those leaves, for one micro-batch.
         batch_dims: per tensor leaf its batch dimension, None for one without a batch.
         wanted: positions of the leaves that the stages of this rank read.
         rows: per micro-batch.
@@ -27,6 +30,7 @@ class BatchSplitter:
     """
 
     keys: tuple[str, ...]
+    metas: tuple[TensorMeta, ...]
     batch_dims: tuple[int | None, ...]
     wanted: tuple[int, ...]
     rows: int
@@ -39,7 +43,8 @@ class BatchSplitter:
         """Return per micro-batch the leaves that this rank reads.
 
         Raises:
-            ValueError: the batch has other leaves or another number of rows.
+            ValueError: the batch has other leaves, of other dtypes or numbers of dimensions, or
+                another number of rows.
         """
         leaves = self._leaves(batch, self.rows * self.num_microbatches, "this rank's batch")
         moved = [leaves[i].to(self.device) for i in self.wanted]
@@ -50,6 +55,23 @@ class BatchSplitter:
             )
             for index in range(self.num_microbatches)
         ]
+
+    @property
+    def form(self) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of the leaves of a micro-batch."""
+        return tuple(tuple(meta.shape) for meta in self.metas)
+
+    def form_of(self, batch: Any) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of the leaves of a micro-batch of this rank's batch.
+
+        Raises:
+            ValueError: as `microbatches`.
+        """
+        leaves = self._leaves(batch, self.rows * self.num_microbatches, "this rank's batch")
+        return tuple(
+            tuple(self.rows if d == dim else size for d, size in enumerate(leaf.shape))
+            for dim, leaf in zip(self.batch_dims, leaves, strict=True)
+        )
 
     def share(self, global_batch: Any) -> Any:
         """Return the rows of the global batch that belong to this rank."""
@@ -71,10 +93,18 @@ class BatchSplitter:
                 f"{what} has {len(leaves)} tensors, the plan was made for {len(self.keys)}: "
                 f"{', '.join(self.keys)}"
             )
-        for key, dim, leaf in zip(self.keys, self.batch_dims, leaves, strict=True):
+        for key, meta, dim, leaf in zip(
+            self.keys, self.metas, self.batch_dims, leaves, strict=True
+        ):
+            if leaf.dtype != meta.dtype or leaf.dim() != len(meta.shape):
+                raise ValueError(
+                    f"{what} has {leaf.dtype} of {leaf.dim()} dimensions in {key}, the plan was "
+                    f"made for {meta.dtype} of {len(meta.shape)}: convert it, or plan again with "
+                    "such a batch"
+                )
             if dim is None:
                 continue
-            got = leaf.shape[dim] if dim < leaf.dim() else 0
+            got = leaf.shape[dim]
             if got != rows:
                 parts = f"{self.num_microbatches} micro-batches of {self.rows} rows"
                 if rows > self.rows * self.num_microbatches:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoplan import compat
 from autoplan.autocast import around_step
 from autoplan.executor import compile_graph
+from autoplan.gradient_memory import may_share_gradient
 from autoplan.host_activations import on_host
 from autoplan.op_facts import written_values
 from autoplan.program import BlockGraph
@@ -42,6 +42,7 @@ class BoundCall:
         cloned: Sequence[int],
         changed: Sequence[int],
         is_scalar: Sequence[bool] = (),
+        is_shared: Sequence[bool] = (),
         autocast: torch.dtype | None = None,
         device_type: str = "cpu",
         source: str = "",
@@ -57,6 +58,7 @@ class BoundCall:
             changed: positions of states that it writes to, likewise.
             is_scalar: per state, whether the function reads it without a dimension, however it is
                 stored; empty: none is.
+            is_shared: per state, whether its gradient may lie where others lie; empty: all may.
             autocast, device_type: the autocast around the step; None if there is none.
             source: its text.
         """
@@ -68,6 +70,7 @@ class BoundCall:
         self._cloned = list(cloned)
         self._changed = list(changed)
         self._is_scalar = list(is_scalar) or [False] * len(self._holders)
+        self._is_shared = list(is_shared) or [True] * len(self._holders)
         self._autocast = functools.partial(around_step, autocast, device_type)
         self.source = source
 
@@ -122,18 +125,18 @@ class BoundCall:
 
     def _states(self) -> tuple[torch.Tensor, ...]:
         states = []
-        for (holder, key), localise, is_scalar in zip(
-            self._holders, self._localise, self._is_scalar, strict=True
+        for (holder, key), localise, is_scalar, is_shared in zip(
+            self._holders, self._localise, self._is_scalar, self._is_shared, strict=True
         ):
             state = holder[key]
             is_distributed = isinstance(state, DTensor)
-            if not is_distributed and state.requires_grad and state.is_leaf:
+            if is_shared and not is_distributed and state.requires_grad and state.is_leaf:
                 own_gradient(state)
             if localise is not None:
                 state = localise(state)
             elif is_distributed:
                 state = state.to_local()
-            if is_distributed and state.requires_grad:
+            if is_shared and is_distributed and state.requires_grad:
                 state = _OwnGradient.apply(state)  # type: ignore[no-untyped-call]
             states.append(state.reshape(()) if is_scalar and state.dim() else state)
         return tuple(states)
@@ -163,8 +166,10 @@ def bind_call(
     compiled = compile_graph(graph, device, is_marked=kept is not None)
     cloned, changed = written_places(graph) if runs_again(mode) else ((), ())
     function = compiled.function
+    shared = may_share_gradient(graph)
     if compiler is not None and kept is None:
         function = torch.compile(function, backend=compiler, dynamic=False)
+        shared = frozenset(state.name for state in graph.states)
     return BoundCall(
         function,
         [find_state(root, fqn) for fqn in fqns],
@@ -174,6 +179,7 @@ def bind_call(
         cloned=cloned,
         changed=changed,
         is_scalar=[state.is_parameter and not state.meta.shape for state in graph.states],
+        is_shared=[state.name in shared for state in graph.states],
         autocast=autocast,
         device_type=device.type,
         source=compiled.source,
@@ -194,58 +200,34 @@ def written_places(graph: BlockGraph) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def own_gradient(parameter: torch.Tensor) -> None:
-    """Give a plain parameter a gradient whose memory no other gradient has, from now on.
+    """Give a plain parameter a gradient whose memory nothing else has, from now on.
 
     Autograd takes the first gradient that it gets as it is if no other tensor object is it, be it a
-    view into the gradient of another parameter: `cat` of a class token with patches that is added
-    to positions gives the token a part of the positions' gradient. Adding micro-batches up, summing
-    over ranks and clipping, all in place, would then happen twice to it.
+    view of the gradient of another parameter, or of one that goes on: `cat` of a class token with
+    patches that is added to positions gives the token a part of the positions' gradient. Adding
+    micro-batches up, summing over ranks and clipping, all in place, would then happen twice to it.
     """
-    if not hasattr(parameter, _STORAGE):
-        setattr(parameter, _STORAGE, 0)
+    if not hasattr(parameter, _IS_OWN):
+        setattr(parameter, _IS_OWN, True)
         hook = functools.partial(_owned, weakref.ref(parameter))
         parameter.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
-_STORAGE = "_autoplan_gradient_storage"
-_holders: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-"""Which parameter's gradient lies in a storage, by the storage's address."""
+_IS_OWN = "_autoplan_has_own_gradient"
 
 
 def _owned(weak: weakref.ReferenceType[torch.Tensor], gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient itself, or a copy if another parameter's lies in its storage."""
+    """Return a copy of the first gradient; later ones are added to it."""
     parameter = weak()
-    if parameter is None or parameter.grad is not None:
-        return gradient  # it is added to what is there
-    storage = gradient.untyped_storage()
-    other = _holders.get(storage._cdata)
-    is_held = (
-        other is not None
-        and other is not parameter
-        and other.grad is not None
-        and _storage(other.grad) == storage._cdata
-    )
-    if is_held or gradient.nbytes < storage.nbytes():
-        return gradient.clone()
-    if _holders.get(getattr(parameter, _STORAGE)) is parameter:
-        del _holders[getattr(parameter, _STORAGE)]
-    setattr(parameter, _STORAGE, storage._cdata)
-    _holders[storage._cdata] = parameter
-    return gradient
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Return the address of the storage of a tensor, or of its local part."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return int(local.untyped_storage()._cdata)
+    return gradient.clone() if parameter is not None and parameter.grad is None else gradient
 
 
 class _OwnGradient(torch.autograd.Function):
     """Give a local parameter a gradient whose memory nothing else has.
 
     Autograd adds to the first gradient that it gets in place, unless other things hold it. It does
-    not see what holds the local tensor in a DTensor: the gradients of two parameters, or of a
-    parameter and an activation, would be one memory.
+    not see what holds the local tensor in a DTensor, nor other views of it: the gradients of two
+    parameters, or of a parameter and an activation, would be one memory.
     """
 
     @staticmethod
@@ -255,7 +237,7 @@ class _OwnGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         (gradient,) = gradients
-        return gradient.clone() if compat.has_other_readers(gradient) else gradient
+        return gradient.clone()
 
 
 class _BlockForward:
@@ -268,10 +250,11 @@ class _BlockForward:
         return self.calls[index](*inputs)
 
 
-def install(block: nn.Module, index: Hashable, call: BoundCall) -> None:
-    """Make `block(index, *inputs)` run `call`, inside whatever hooks the module has."""
+def install(block: nn.Module, index: Hashable, call: BoundCall) -> Callable[..., Any]:
+    """Return what runs `call` inside whatever hooks the module has: `block(index, *inputs)`."""
     forward = block.__dict__.get("forward")
     if not isinstance(forward, _BlockForward):
         forward = _BlockForward()
         block.__dict__["forward"] = forward
     forward.calls[index] = call
+    return functools.partial(block, index)

@@ -152,8 +152,8 @@ class VerifyResult:
 
 
 def _checked_layouts(plan: Plan, loaded: LoadedModel) -> tuple[LayoutNumerics, ...]:
-    from autoplan.emitter import captured_for
     from autoplan.layout_numerics import check_plan_layouts
+    from autoplan.recapture import captured_for
 
     program = captured_for(plan, loaded.model, loaded.batch, loaded.loss_fn)
     return check_plan_layouts(plan, program)

@@ -28,11 +28,9 @@ from autoplan.patching import replaced
 
 __all__ = [
     "RingStage",
-    "all_reduce_together",
     "fake_processes",
     "flatten_axes",
     "has_autograd_threads",
-    "has_other_readers",
     "is_strided",
     "on_sends",
     "pieces_of",
@@ -57,7 +55,6 @@ def _probe(owner: Any, name: str) -> Any:
 
 
 _set_pg_timeout = _probe(distributed_c10d, "_set_pg_timeout")
-_all_reduce_coalesced = _probe(dist.ProcessGroup, "allreduce_coalesced")
 _strided_shard = _probe(placement_types, "_StridedShard")
 _replicate = _probe(replicate_with_fsdp, "replicate")
 _flatten = _probe(DeviceMesh, "_flatten")
@@ -112,11 +109,6 @@ def waiting_at_most(timeout_s: float | None) -> Iterator[None]:
         yield
 
 
-def all_reduce_together(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> Any:
-    """Start summing tensors of one dtype in place over a group; returns what to wait for."""
-    return _all_reduce_coalesced(group, tensors)
-
-
 def strided_dim(placement: Any) -> int:
     """Return the dimension that a strided shard slices."""
     dim: int = placement.dim
@@ -157,17 +149,6 @@ def has_autograd_threads(tasks: Path = Path("/proc/self/task")) -> bool:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
             names.append((task / "comm").read_text())
     return any(name.startswith(_AUTOGRAD_THREAD) for name in names)
-
-
-def has_other_readers(tensor: torch.Tensor) -> bool:
-    """Return whether something beside the caller may read or write the memory of `tensor`.
-
-    As torch's own accumulation of gradients decides it; a version that cannot tell says True.
-    """
-    count = getattr(tensor, "_use_count", None)
-    if count is None or tensor.nbytes < tensor.untyped_storage().nbytes():
-        return True
-    return bool(count() > 1)
 
 
 @contextlib.contextmanager

@@ -18,13 +18,14 @@ from torch.utils import _pytree as pytree
 from autoplan import compat
 from autoplan.batches import BatchDims, microbatch_like
 from autoplan.dry_run_result import DryRun
-from autoplan.emitter import captured_for, emit_stage
+from autoplan.emitter import emit_stage
 from autoplan.meshes import stage_of_rank, stride_of
 from autoplan.meter import StorageMeter
 from autoplan.models import LoadedModel
 from autoplan.opaque import empty_copy
 from autoplan.plan import Plan
 from autoplan.program import Program
+from autoplan.recapture import captured_for
 from autoplan.runtime import ParallelModule
 from autoplan.training import make_optimizer
 

@@ -8,7 +8,6 @@ the block modules, and torch's pipeline schedules drive the stage.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,24 +16,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan import compat
-from autoplan.autocast import dtype_of
-from autoplan.backends import Backend
-from autoplan.batches import BatchDims
-from autoplan.capturer import capture, meta_copy
+from autoplan.capturer import meta_copy
 from autoplan.device_meshes import axis_of, make_device_mesh
 from autoplan.errors import EmitError, PlanError
-from autoplan.layout_check import check_layouts
-from autoplan.matching import explain_mismatch
 from autoplan.plan import Plan
 from autoplan.processes import agree, ensure_process_group, seed_ranks
 from autoplan.program import Program
 from autoplan.rank_emission import RankEmission
-from autoplan.runner import true_metas
+from autoplan.recapture import captured_for, with_true_metas
 from autoplan.runtime import ParallelModule
 from autoplan.sharders import store_in_float32
 from autoplan.stage_check import check_schedule
 
-__all__ = ["captured_for", "emit_stage", "parallelize"]
+__all__ = ["emit_stage", "parallelize"]
 
 
 def parallelize(
@@ -102,12 +96,11 @@ def emit_stage(
 ) -> ParallelModule:
     """Return this rank's part of a captured model; the process group has the plan's size.
 
-    `skeleton` is the model without weights, which evaluation with `loss_fn` traces.
+    `skeleton` is the model without weights, which is traced for evaluation and other batch shapes.
     """
     if plan.mixed_precision != "none":
         store_in_float32(model)
-    backend: Backend = "cuda" if device.type == "cuda" else "cpu"
-    program = replace(program, metas=true_metas(program, backend))
+    program = with_true_metas(program, device)
     mesh = _mesh(plan, device, timeout_s)
     emission = RankEmission(
         plan, program, model, device, mesh, timeout_s, skeleton, loss_fn, compiler
@@ -151,29 +144,6 @@ def _recapture(
         return captured_for(plan, model, batch, loss_fn), None
     except Exception as error:  # handed to `agree`, which raises it on every rank
         return None, error
-
-
-def captured_for(
-    plan: Plan, model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor] | None
-) -> Program:
-    """Return the program of a model that a plan was made for; see `parallelize`.
-
-    Raises:
-        PlanError: the plan is of another model, or its layouts cannot run.
-        TraceError: the model cannot be captured.
-    """
-    program = capture(
-        model,
-        batch,
-        loss_fn,
-        microbatch_size=plan.microbatch_size,
-        batch_dim=BatchDims(plan.batch_dims) if plan.batch_dims else 0,
-        autocast=dtype_of(plan.autocast),
-    )
-    if program.fingerprint != plan.fingerprint:
-        raise PlanError(explain_mismatch(plan, program, type(model).__name__))
-    check_layouts(plan, program)
-    return program
 
 
 def _mesh(plan: Plan, device: torch.device, timeout_s: float) -> DeviceMesh | None:

@@ -18,7 +18,9 @@ from itertools import accumulate, pairwise
 from autoplan.graph import Trace
 from autoplan.search.paces import PacedRank, paced_options
 from autoplan.search.problem import BlockOption, PipelineProblem, PipelineSolution
+from autoplan.settings import Setting
 from autoplan.stage_ends import holders
+from autoplan.step_costs import pipeline_step_s
 
 __all__ = [
     "Alike",
@@ -26,6 +28,7 @@ __all__ = [
     "alike_run",
     "dealt",
     "even_counts",
+    "lightened",
     "paced",
     "rank_ends",
     "stage_counts",
@@ -256,6 +259,48 @@ def paced(
         ranks.append(PacedRank(sizes=counts[rank], load=load, live=alive[rank], room=room))
     found = paced_options(options, usable, ranks)
     return None if found is None else _by_stage(run, solution, found)
+
+
+def lightened(
+    alike: Alike,
+    per_call: Sequence[Sequence[BlockOption]],
+    solution: PipelineSolution,
+    setting: Setting,
+) -> PipelineSolution:
+    """Return a solution whose calls beside the alike blocks make a step shortest, one by one.
+
+    In the share of its rank such a call seems to wait with the rank's other stages, while in a
+    round only the stages of its own turn do. What the calls hold is not looked at.
+
+    Args:
+        alike: the blocks that stay as they are.
+        per_call: the options of each call.
+        solution: by stages.
+        setting: with several stages a rank.
+    """
+    chosen = list(solution.options)
+    stage_of = [s for s, (a, b) in enumerate(pairwise((0, *solution.ends))) for _ in range(a, b)]
+    seconds = [0.0] * len(solution.ends)
+    once = [0.0] * setting.pp
+
+    def add(call: int, index: int, sign: int) -> None:
+        option, stage = per_call[call][index], stage_of[call]
+        seconds[stage] += sign * (option.forward + option.backward)
+        once[stage % setting.pp] += sign * option.once / setting.virtual_stages
+
+    for call, index in enumerate(chosen):
+        add(call, index, 1)
+    for call in (c for c in range(len(chosen)) if c not in alike.calls):
+        steps = []
+        add(call, chosen[call], -1)
+        for index in range(len(per_call[call])):
+            add(call, index, 1)
+            ranks = [sum(seconds[rank :: setting.pp]) for rank in range(setting.pp)]
+            steps.append((pipeline_step_s(ranks, setting, seconds) + max(once), index))
+            add(call, index, -1)
+        chosen[call] = min(steps, key=lambda own: (own[0], own[1] != chosen[call]))[1]
+        add(call, chosen[call], 1)
+    return replace(solution, options=tuple(chosen))
 
 
 def _shares(

@@ -16,11 +16,12 @@ from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
 from autoplan.dry_run_result import LayoutNumerics
 from autoplan.errors import AutoplanError, InfeasibleError, SearchLimitError
+from autoplan.leanest import least_memory
 from autoplan.limits import constraint_texts, make_limits
 from autoplan.plan import Plan, SearchRecord, Simpler
 from autoplan.planner import Planner, make_planner
 from autoplan.reasons import Question
-from autoplan.remedies import infeasible_error, least_memory
+from autoplan.remedies import infeasible_error
 from autoplan.search.forks import Beside
 from autoplan.search.mesh import MeshResult, Progress
 from autoplan.settings import check_pins
@@ -212,21 +213,39 @@ def _fastest(
             beside.end()
     rows = tuple(s.row for s in simpler)
     record = _record(planner, result)
-    found: list[Plan] = []
+    best: Plan | None = None
     if result.best_name is not None:
         setting = settings[result.best_name]
         ends, decisions = result.decoded
-        found.append(planner.write(setting, ends, decisions, record, rows))
-    world = planner.cluster.world_size
+        best = planner.write(setting, ends, decisions, record, rows)
     rivals = [s for s in simpler if s.row.fits and s.obeys(planner.pins, planner.limits)]
-    for rival in sorted(rivals, key=lambda s: s.row.step_time_s):
-        if rival.setting.world_size == world and unrunnable_reason(planner, rival.setting) is None:
-            found.append(planner.write(rival.setting, rival.ends, rival.decisions, record, rows))
-            break
-    if not found:
-        found.append(_last_resort(planner, result, record, rows))
-    best = min(found, key=lambda plan: plan.predicted.step_time_s * (1 - 1e-9 * (plan is found[0])))
-    return replace(_with_gap(best, rivals, world), question=Question.of(planner))
+    rival = _fastest_rival(planner, rivals)
+    if rival is not None and (best is None or _is_slower(best, rival)):
+        best = planner.write(rival.setting, rival.ends, rival.decisions, record, rows)
+    if best is None:
+        best = _last_resort(planner, result, record, rows)
+    gap_told = _with_gap(best, rivals, planner.cluster.world_size)
+    return replace(gap_told, question=Question.of(planner))
+
+
+def _fastest_rival(planner: Planner, rivals: Sequence[Strategy]) -> Strategy | None:
+    """Return the fastest simple strategy on all devices that can be run, if there is one."""
+    world = planner.cluster.world_size
+    return min(
+        (
+            rival
+            for rival in rivals
+            if rival.setting.world_size == world
+            and unrunnable_reason(planner, rival.setting) is None
+        ),
+        key=lambda rival: rival.row.step_time_s,
+        default=None,
+    )
+
+
+def _is_slower(plan: Plan, rival: Strategy) -> bool:
+    """Return whether a plan takes longer than a strategy, by more than rounding."""
+    return plan.predicted.step_time_s * (1 - 1e-9) > rival.row.step_time_s
 
 
 def _last_resort(

@@ -121,14 +121,25 @@ class Planner:
     strided: list[ParameterTrace] | None = None
 
     def trace(self, microbatch_size: int) -> Trace:
-        """Return the trace for a micro-batch size; sizes above 4 follow from those of 2 and 4."""
+        """Return the trace for a micro-batch size; others follow from those of 2 and 4 rows."""
         if microbatch_size not in self._traces:
             found = None
-            if microbatch_size > _TRACED_ROWS[1]:
+            if self._follows(microbatch_size):
                 low, high = (self.exact_trace(rows) for rows in _TRACED_ROWS)
                 found = interpolate(low, high, microbatch_size)
             self._traces[microbatch_size] = found or self.exact_trace(microbatch_size)
         return self._traces[microbatch_size]
+
+    def _follows(self, microbatch_size: int) -> bool:
+        """Return whether a size is above those traced, or between two that others need too."""
+        is_between = microbatch_size == 3 and self._most_rows() > microbatch_size
+        return microbatch_size > _TRACED_ROWS[1] or is_between
+
+    def _most_rows(self) -> int:
+        """Return the most rows that a micro-batch may have."""
+        if "microbatch_size" in self.pins:
+            return int(self.pins["microbatch_size"])
+        return self.workload.global_batch_size // int(self.pins.get("dp", 1))
 
     def exact_trace(self, microbatch_size: int) -> Trace:
         """Return the trace of the program captured at a micro-batch size; each is made once."""
@@ -183,7 +194,7 @@ class Planner:
 
     def _traced_beside(self) -> Beside[dict[int, Trace]] | None:
         """Start to trace larger sizes in a process of its own; None where it is not worth it."""
-        most = self.workload.global_batch_size // self.pins.get("dp", 1)
+        most = self._most_rows()
         missing = [rows for rows in _TRACED_ROWS if rows <= most and rows not in self._exact]
         is_large = sum(1 for _ in self.model.modules()) > _WORTH_A_PROCESS_MODULES
         if not missing or not is_large or "microbatch_size" in self.pins or self.num_workers() == 1:
@@ -231,6 +242,16 @@ class Planner:
                 frontiers=self.frontiers,
             )
         return self._pricers[microbatch_size]
+
+    def use_prices(self, reference: Pricer) -> None:
+        """Price micro-batches of one size by the decisions of another problem's pricer."""
+        self._pricers[reference.trace.microbatch_size] = Pricer(
+            trace=reference.trace,
+            cluster=self.cluster,
+            workload=self.workload,
+            recompute=self.pins.get("recompute"),
+            reference=reference,
+        )
 
     def alike_run(self, microbatch_size: int) -> Alike:
         """Return the run of alike blocks that ranks of several stages are dealt."""

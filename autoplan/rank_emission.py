@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,11 @@ from autoplan.executor import compile_graph
 from autoplan.microbatches import PipelinePart, pipeline_runner
 from autoplan.plan import Plan
 from autoplan.program import Program
+from autoplan.recapture import captured_at_shape, with_true_metas
 from autoplan.runtime import ParallelModule
 from autoplan.sharders import Sharder, Unsharded, shard
 from autoplan.stage_check import check_stages
-from autoplan.stage_parts import StagePart, root_function
+from autoplan.stage_parts import StagePart, StepForm, root_function
 from autoplan.stages import (
     StageRoot,
     StageSlice,
@@ -45,7 +47,16 @@ __all__ = ["RankEmission"]
 
 @dataclass(slots=True)
 class RankEmission:
-    """What the steps of one `parallelize` share."""
+    """What the steps of one `parallelize` share.
+
+    Attributes:
+        plan, model, device, mesh, timeout_s, loss_fn: of `parallelize`.
+        program: captured at one batch shape.
+        skeleton: the model without weights, to trace it at other shapes; None runs this one only.
+        compiler: backend of `torch.compile`, or None.
+        number: of the batch shape, in order of coming; 0 is that of the plan.
+        holder: the module, once it is made.
+    """
 
     plan: Plan
     program: Program
@@ -56,52 +67,100 @@ class RankEmission:
     skeleton: nn.Module | None = None
     loss_fn: Callable[..., torch.Tensor] | None = None
     compiler: str | None = None
+    number: int = 0
+    holder: list[ParallelModule] = field(default_factory=list)
 
     def build(self) -> ParallelModule:
         """Return the module: stage, tensor parallelism, recompute, ZeRO, pipeline in turn."""
-        plan, program = self.plan, self.program
-        cuts = [[block.call for block in stage.blocks] for stage in plan.stages]
-        stages = slice_program(program, cuts)
-        parameters = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
-        check_stages(plan, program, stages, parameters)
-        own = stages[self._rank("pp") :: plan.mesh.pp]
-        wanted = sorted({i for stage in own for i in self._leaves(stage)})
-        parts, sources = [], {}
-        for stage in own:
-            part, sources[stage.index] = self._part(stage, wanted)
-            parts.append(part)
-        holder: list[ParallelModule] = []
-        run_step = self._runner(len(stages), own, parts, holder)
+        stages = self._stages()
+        own = stages[self._rank("pp") :: self.plan.mesh.pp]
+        form, sources = self._form(stages, [None] * len(own))
         module = ParallelModule(
-            plan=plan,
-            parts=parts,
+            plan=self.plan,
+            form=form,
             mesh=self.mesh,
-            splitter=self._splitter(wanted),
             ties=self._ties(stages),
-            aliases=program.aliases,
-            run_step=run_step,
+            aliases=self.program.aliases,
             sources=self._sources(stages, sources),
             computes_loss=own[-1].index == len(stages) - 1,
-            evaluator=self._evaluator(stages, own, parts),
+            evaluator=self._evaluator(stages, own, form.parts),
+            reform=self._reform(form.parts),
         )
-        holder.append(module)
+        self.holder.append(module)
         return module
 
-    def _part(self, stage: StageSlice, wanted: Sequence[int]) -> tuple[StagePart, str]:
+    def _stages(self) -> tuple[StageSlice, ...]:
+        """Return the stages of the plan, checked."""
+        cuts = [[block.call for block in stage.blocks] for stage in self.plan.stages]
+        stages = slice_program(self.program, cuts)
+        parameters = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
+        check_stages(self.plan, self.program, stages, parameters)
+        return stages
+
+    def _form(
+        self, stages: Sequence[StageSlice], earlier: Sequence[StagePart | None]
+    ) -> tuple[StepForm, dict[int, str]]:
+        """Return what this rank runs at the program's batch shape, and its text by stage.
+
+        Args:
+            stages: all.
+            earlier: those of this rank as they run at another shape; None before they are made.
+        """
+        own = stages[self._rank("pp") :: self.plan.mesh.pp]
+        wanted = sorted({i for stage in own for i in self._leaves(stage)})
+        parts, sources = [], {}
+        for stage, before in zip(own, earlier, strict=True):
+            part, sources[stage.index] = self._part(stage, wanted, before)
+            parts.append(part)
+        form = StepForm(
+            parts=tuple(parts),
+            splitter=self._splitter(wanted),
+            run_step=self._runner(len(stages), own, parts),
+        )
+        return form, sources
+
+    def _reform(self, parts: Sequence[StagePart]) -> Callable[[Any], StepForm] | None:
+        """Return what traces the model for a batch of another shape; None without a skeleton."""
+        skeleton = self.skeleton
+        if skeleton is None:
+            return None
+        modes = [module.training for module in skeleton.modules()]
+        made: list[StepForm] = []
+
+        def reform(batch: Any) -> StepForm:
+            for module, mode in zip(skeleton.modules(), modes, strict=True):
+                module.training = mode
+            program = captured_at_shape(self.plan, self.program, skeleton, batch, self.loss_fn)
+            program = with_true_metas(program, self.device)
+            other = replace(self, program=program, number=len(made) + 1)
+            form, _ = other._form(other._stages(), parts)
+            made.append(form)
+            return form
+
+        return reform
+
+    def _part(
+        self, stage: StageSlice, wanted: Sequence[int], before: StagePart | None
+    ) -> tuple[StagePart, str]:
         """Return a stage of this rank, and the text of what it runs."""
         program = self.program
-        root = build_root(self.model, root_contents(self.model, program, stage), self.device)
+        if before is not None:
+            root = before.root
+        else:
+            root = build_root(self.model, root_contents(self.model, program, stage), self.device)
         group = axis_of(self.mesh, "dp").get_group() if self.mesh is not None else None
         means = self._means(stage, root, group)
-        calls = self._bind_calls(stage, root, means)
-        buffers = StepBuffers.of(root, changed_by(program, stage), group)
-        source = self._set_function(stage, root, calls, buffers)
+        calls = self._bind_calls(stage, root, means, is_stored=before is not None)
+        changed = changed_by(program, stage)
+        buffers = before.buffers if before is not None else StepBuffers.of(root, changed, group)
+        function, source = self._function(stage, root, calls, buffers)
         part = StagePart(
             root=root,
-            sharder=self._shard(stage, root),
+            sharder=before.sharder if before is not None else self._shard(stage, root),
             buffers=buffers,
             means=means,
             wanted=tuple(wanted.index(i) for i in self._leaves(stage)),
+            function=function,
         )
         return part, source
 
@@ -143,13 +202,16 @@ class RankEmission:
         return self.plan.mixed_precision == "bfloat16"
 
     def _bind_calls(
-        self, stage: StageSlice, root: StageRoot, means: StepMeans
+        self, stage: StageSlice, root: StageRoot, means: StepMeans, *, is_stored: bool
     ) -> dict[int, BoundCall]:
-        """Return the stage's calls bound to its modules; block forwards are replaced."""
+        """Return the stage's calls bound to its modules.
+
+        `is_stored`: the parameters of the root are as the plan stores them.
+        """
         plan, program = self.plan, self.program
         if plan.mesh.tp > 1:
             assert self.mesh is not None, "tensor parallelism has a mesh"
-            local = lower_calls(plan, program, stage, root, self.mesh)
+            local = lower_calls(plan, program, stage, root, self.mesh, is_stored=is_stored)
         else:
             local = whole_calls(program, stage)
         calls = {}
@@ -167,8 +229,6 @@ class RankEmission:
                 autocast=program.autocast,
                 compiler=self.compiler if call.fqn else None,
             )
-            if call.fqn:
-                install(root.get_submodule(call.fqn), block.call, calls[block.call])
         return calls
 
     def _means(
@@ -194,21 +254,29 @@ class RankEmission:
         constants = [self.program.constants[name].to(self.device) for name in stage.constants]
         return lambda: (*(holder[key] for holder, key in buffers), *constants)
 
-    def _set_function(
+    def _function(
         self,
         stage: StageSlice,
         root: StageRoot,
         calls: dict[int, BoundCall],
         changed: StepBuffers,
-    ) -> str:
-        """Give the root what it runs; returns its text with the text of the graphs it calls."""
+    ) -> tuple[Callable[..., tuple[torch.Tensor, ...]], str]:
+        """Return what the root runs, and its text with the text of the graphs it calls.
+
+        Blocks get the calls as their forwards.
+        """
         program = self.program
         compiled = stage_function(program, stage, self.device)
+        modules = {
+            i: install(root.get_submodule(program.calls[i].fqn), ("step", self.number, i), call)
+            for i, call in calls.items()
+            if program.calls[i].fqn
+        }
         run = root_function(
             compiled.function,
             self._side_values(stage, root),
             calls,
-            {i: root.get_submodule(c.fqn) for i in calls if (c := program.calls[i]).fqn},
+            modules,
             changed,
             outputs=crossing_metas(
                 program, stage.outputs, self._compute_dtype, slices=self.plan.slices
@@ -216,9 +284,8 @@ class RankEmission:
             loss_share=self.plan.num_microbatches if program.loss in stage.outputs else None,
             is_split=self.plan.schedule == "zero_bubble",
         )
-        root.set_function(run)
         texts = dict.fromkeys(calls[i].source for i in stage.calls)
-        return "\n".join([*texts, compiled.source])
+        return run, "\n".join([*texts, compiled.source])
 
     @property
     def _compute_dtype(self) -> torch.dtype | None:
@@ -231,6 +298,7 @@ class RankEmission:
         return shard(
             root,
             [root.get_submodule(fqn) for fqn in fqns],
+            states=[fqn for i in stage.calls for fqn in self.program.calls[i].states],
             zero_stage=self.plan.zero_stage,
             mesh=sharding_mesh(self.mesh, self.plan.mesh.dp_replicate),
             is_mixed=self._is_mixed,
@@ -243,11 +311,10 @@ class RankEmission:
         num_stages: int,
         stages: Sequence[StageSlice],
         parts: Sequence[StagePart],
-        holder: list[ParallelModule],
     ) -> Callable[[int], list[torch.Tensor]]:
         """Return what runs all micro-batches of a step: a loop, or a pipeline schedule."""
         if self.plan.mesh.pp == 1:
-            return lambda count: holder[0].run_microbatches(count)
+            return lambda count: self.holder[0].run_microbatches(count)
         assert self.mesh is not None, "a pipeline has a mesh"
         program, dtype, slices = self.program, self._compute_dtype, self.plan.slices
         is_wrapped = self.plan.mesh.dp > 1 or self._is_mixed or self.plan.offload != "none"
@@ -274,6 +341,7 @@ class RankEmission:
     def _splitter(self, wanted: Sequence[int]) -> BatchSplitter:
         return BatchSplitter(
             keys=self.program.input_keys,
+            metas=self.program.input_metas,
             batch_dims=self.program.batch_dims,
             wanted=tuple(wanted),
             rows=self.plan.microbatch_size,

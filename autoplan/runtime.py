@@ -12,11 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autoplan.batch_splitter import BatchSplitter
 from autoplan.chunks import gathered
 from autoplan.errors import EmitError
 from autoplan.sharders import local_tensor, normalise_gradient
-from autoplan.stage_parts import StagePart, joined
+from autoplan.stage_parts import StepForm, joined
 from autoplan.ties import Tie
 from autoplan.training_state import load_checkpoint, save_checkpoint
 
@@ -44,26 +43,26 @@ class ParallelModule(nn.Module):
         self,
         *,
         plan: Any,
-        parts: Sequence[StagePart],
+        form: StepForm,
         mesh: DeviceMesh | None,
-        splitter: BatchSplitter,
         ties: Sequence[Tie],
         aliases: Mapping[str, str],
-        run_step: Callable[[int], list[torch.Tensor]],
         sources: Sequence[str],
         computes_loss: bool,
         evaluator: Evaluation | None = None,
+        reform: Callable[[Any], StepForm] | None = None,
     ) -> None:
         super().__init__()
-        self.training = self._is_trained_in = parts[0].root.training
+        self.training = self._is_trained_in = form.parts[0].root.training
         self.plan = plan
         self.mesh = mesh
-        self._parts = tuple(parts)
-        self.__dict__["_root"] = joined(parts)
-        self._splitter = splitter
+        self.__dict__["_root"] = joined(form.parts)
+        self._splitter = form.splitter
+        self._forms = {form.splitter.form: form}
+        self._reform = reform
+        self._use(form)
         self._ties = tuple(ties)
         self._aliases = dict(aliases)
-        self._run_step = run_step
         self._sources = tuple(sources)
         self._computes_loss = computes_loss
         self._evaluator = evaluator
@@ -74,21 +73,25 @@ class ParallelModule(nn.Module):
         Args:
             batch: this rank's rows (`shard_batch(global_batch)`): `num_microbatches *
                 microbatch_size` in the batch dimension. Ranks that differ in tp or pp only get the
-                same.
+                same. Other sizes, such as a length, may be others than at planning: the model is
+                then traced anew, once for each shape.
 
         Raises:
-            ValueError: the batch has another size than the plan's, or the module is in another mode
-                than it was planned in.
+            ValueError: the batch has another number of rows, dtype or number of dimensions than the
+                plan's, or the module is in another mode than it was planned in.
+            EmitError: the plan cannot run at this shape.
         """
         if self.training != self._is_trained_in:
             mode = "train" if self._is_trained_in else "eval"
             raise ValueError(f"the plan is for {mode} mode: call {mode}() before train_step")
         count = self.plan.num_microbatches
-        self._feed(self._splitter.microbatches(batch))
+        form = self._form_of(batch)
+        self._use(form)
+        self._feed(form.splitter.microbatches(batch))
         for part in self._parts:
             part.sharder.before_step(count)
             part.buffers.begin()
-        losses = self._run_step(count)
+        losses = form.run_step(count)
         for part in self._parts:
             part.sharder.after_step()
             part.buffers.end()
@@ -111,10 +114,35 @@ class ParallelModule(nn.Module):
 
     def forward_microbatch(self, batch: Any) -> torch.Tensor:
         """Return the loss of the first micro-batch with its graph; for measuring, not training."""
-        (part,) = self._parts
-        self._feed(self._splitter.microbatches(batch)[:1])
+        form = self._form_of(batch)
+        self._use(form)
+        (part,) = form.parts
+        self._feed(form.splitter.microbatches(batch)[:1])
         loss: torch.Tensor = part.root()[0]
         return loss
+
+    def _form_of(self, batch: Any) -> StepForm:
+        """Return what runs for a batch, made when its shape first comes.
+
+        No collective is needed for that: data-parallel ranks may have different shapes, and ranks
+        that differ in tp or pp only have the same and make theirs together.
+        """
+        key = self._splitter.form_of(batch)
+        if key not in self._forms:
+            if self._reform is None:
+                sizes = ", ".join(f"{n} {s}" for n, s in zip(self._splitter.keys, key, strict=True))
+                raise ValueError(
+                    f"a micro-batch has the shapes {sizes}, this program was made for "
+                    f"{self._splitter.form}: pad to those, or plan again with such a batch"
+                )
+            self._forms[key] = self._reform(batch)
+        return self._forms[key]
+
+    def _use(self, form: StepForm) -> None:
+        """Make the stages run what a form says."""
+        self._parts = form.parts
+        for part in form.parts:
+            part.root.set_function(part.function)
 
     def _feed(self, microbatches: Sequence[tuple[torch.Tensor, ...]]) -> None:
         """Give every stage the leaves that it reads of each micro-batch of the step."""

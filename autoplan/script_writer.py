@@ -21,14 +21,15 @@ from autoplan.backends import Backend
 from autoplan.bundler import Bundle, bundle
 from autoplan.calls import runs_again, written_places
 from autoplan.collectives import Redistribute
-from autoplan.emitter import captured_for
 from autoplan.errors import EmitError
 from autoplan.executor import CompiledFunction, compile_graph
+from autoplan.gradient_memory import may_share_gradient
 from autoplan.graph import Placement
 from autoplan.models import LoadedModel
 from autoplan.plan import BlockPlan, Plan
 from autoplan.processes import ensure_process_group, exit_worker, seed_ranks
 from autoplan.program import BlockGraph, Program, TensorMeta
+from autoplan.recapture import captured_for
 from autoplan.recompute import KeepPlan, keep_plan
 from autoplan.runner import true_metas
 from autoplan.script_text import HEAD, TAIL, model_text
@@ -169,6 +170,8 @@ class _Script:
                 kept = keep_plan(graph.ops, entry.keep, is_autocast=is_autocast)
             compiled = compile_graph(graph, self.device, is_marked=kept is not None)
             cloned, changed = written_places(graph) if runs_again(entry.mode) else ((), ())
+            risky = may_share_gradient(graph)
+            shared = tuple(i for i, state in enumerate(graph.states) if state.name in risky)
             run = self._function(graph.name, compiled, means, entry.keep)
             self._note_use(run, block, graph)
             arguments = {
@@ -180,6 +183,7 @@ class _Script:
                 "keep": _keep_text(kept),
                 "cloned": repr(cloned) if cloned else "",
                 "changed": repr(changed) if changed else "",
+                "shared": repr(shared) if shared else "",
             }
             calls.append(f"        {block.call}: CallSpec({_keywords(arguments)}),")
         return self._stage_text(stage, calls, found, means)
@@ -358,6 +362,7 @@ class _Script:
             "autocast": repr(program.autocast),
             "offload": repr(plan.offload),
             "input_keys": repr(program.input_keys),
+            "input_metas": repr(program.input_metas),
             "batch_dims": repr(tuple(program.batch_dims)),
             "aliases": repr(ties),
             "stored": repr(self.stored),

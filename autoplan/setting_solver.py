@@ -11,7 +11,7 @@ import numpy as np
 
 from autoplan.bounds import convention_bound, least_bound
 from autoplan.conventions import Convention
-from autoplan.interleaving import dealt, paced
+from autoplan.interleaving import dealt, lightened, paced
 from autoplan.plan_prices import plan_price
 from autoplan.search.candidates import NOTHING_FITS, Refinement
 from autoplan.search.columns import KnownStages
@@ -165,6 +165,8 @@ def _repaired(
             fitting.append((step_time_s, solution))
         if fitting:
             step_time_s, solution = min(fitting, key=lambda one: one[0])
+            if setting.virtual_stages > 1:
+                step_time_s, solution = _lighter(planner, setting, asked, step_time_s, solution)
             return _as_priced(planner, setting, posed, solution, step_time_s, cutoff), False
         # Below what this answer takes by the linear memory, or the same answer would come again.
         # How stages are dealt is not in it: where that is the reason, steps get longer.
@@ -234,6 +236,23 @@ def _paced_alive(
         )
         problem = replace(problem, capacity=capacity)
     return None
+
+
+def _lighter(
+    planner: Planner,
+    setting: Setting,
+    asked: SettingProblem,
+    step_time_s: float,
+    solution: PipelineSolution,
+) -> tuple[float, PipelineSolution]:
+    """Return the seconds of a step with other decisions beside the alike blocks, if they fit."""
+    alike = planner.alike_run(setting.microbatch_size)
+    other = lightened(alike, asked.options, solution, setting)
+    if other.options != solution.options:
+        other_s, excess = _step_and_excess(planner, setting, asked, other)
+        if other_s < step_time_s and max(excess) <= 0:
+            return other_s, other
+    return step_time_s, solution
 
 
 def _without(cutoff: int | None) -> PipelineSolution:

@@ -37,7 +37,6 @@ PIN_KEYS = (*LIMITED_KEYS, "axis_order", "recompute", "schedule")
 NO_LIMITS = Limits()
 OFFLOADS = ("optimizer", "activations")
 Schedule = Literal["none", "1f1b", "gpipe", "interleaved", "zero_bubble"]
-_MAX_MICROBATCH_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,8 +272,6 @@ def _batch_settings(
         if pins.get("microbatch_size", size) != size or pins.get("num_microbatches", m) != m:
             continue
         is_pinned = "microbatch_size" in pins or "num_microbatches" in pins
-        if not is_pinned and (size > _MAX_MICROBATCH_ROWS or size & (size - 1)) and m > 1:
-            continue
         # Smaller micro-batches wait less, where they are fewer than stages.
         if m < pp and size > 1 and not is_pinned and "schedule" not in pins:
             continue

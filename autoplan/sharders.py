@@ -27,13 +27,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from autoplan import compat
-from autoplan.stages import StageRoot
+from autoplan.stages import StageRoot, find_state
 
 __all__ = ["GradientReducer", "Sharder", "Unsharded", "local_tensor", "shard", "store_in_float32"]
 
 
-# Gradients below this size are reduced together: each collective of its own costs a launch. NCCL
-# reduces them where they are, gloo copies them.
+# Gradients below this size are reduced together: each collective of its own costs a launch.
 _TOGETHER_BYTES = 4 << 20
 
 
@@ -71,12 +70,14 @@ class Unsharded:
 
 @dataclass(slots=True)
 class GradientReducer:
-    """ZeRO 0: average gradients in place over the data-parallel ranks, as backward makes them.
+    """ZeRO 0: average gradients over the data-parallel ranks, as backward makes them.
 
-    Small gradients wait for others and go together; a large one goes alone, without a copy.
+    Small gradients move into one buffer and go together; a large one goes alone, without a copy.
+    What goes together, and in which order, does not depend on when gradients are made: ranks may
+    train batches of different shapes.
 
     Attributes:
-        parameters: in an order that all ranks share.
+        parameters: in the order in which backward makes their gradients, the same on all ranks.
         group: data-parallel ranks.
         overlaps: start each all-reduce in the backward of the last micro-batch.
     """
@@ -85,22 +86,25 @@ class GradientReducer:
     group: dist.ProcessGroup
     overlaps: bool
     _is_last: bool = False
-    _started: set[int] = field(default_factory=set)
-    _waiting: list[torch.Tensor] = field(default_factory=list)
-    _waiting_bytes: int = 0
-    _works: list[tuple[list[torch.Tensor], Any]] = field(default_factory=list)
+    _buckets: list[list[nn.Parameter]] = field(default_factory=list)
+    _bucket_of: dict[int, int] = field(default_factory=dict)
+    _missing: list[int] = field(default_factory=list)
+    _next: int = 0
+    _works: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.overlaps:
-            for parameter in self.parameters:
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                        self._on_gradient
-                    )
+        trained = [p for p in self.parameters if p.requires_grad]
+        self._buckets = _together(trained)
+        self._bucket_of = {id(p): i for i, own in enumerate(self._buckets) for p in own}
+        for parameter in trained if self.overlaps else ():
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self._on_gradient
+            )
 
     def before_step(self, num_microbatches: int) -> None:
         self._is_last = False
-        self._started.clear()
+        self._next = 0
+        self._missing = [len(own) for own in self._buckets]
 
     def before_microbatch(self, index: int, num_microbatches: int) -> None:
         self._is_last = index == num_microbatches - 1
@@ -109,41 +113,59 @@ class GradientReducer:
         return
 
     def after_step(self) -> None:
-        for parameter in self.parameters:
-            if parameter.grad is not None and id(parameter) not in self._started:
-                self._add(parameter)
-        self._start_waiting()
-        for tensors, work in self._works:
+        thawed = [p for p in self.parameters if id(p) not in self._bucket_of]
+        for own in (*self._buckets[self._next :], *_together(thawed)):
+            self._start(own)
+        for work in self._works:
             work.wait()
-            torch._foreach_div_(tensors, self.group.size())
         self._works.clear()
         self._is_last = False
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        if self._is_last:
-            self._add(parameter)
-
-    def _add(self, parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None, "a hook ran before its gradient"
-        self._started.add(id(parameter))
-        normalise_gradient(parameter)
-        local = local_tensor(parameter.grad)
-        if local.nbytes >= _TOGETHER_BYTES:
-            work = dist.all_reduce(local, group=self.group, async_op=True)
-            self._works.append(([local], work))
+        if not self._is_last:
             return
-        if self._waiting and self._waiting[0].dtype != local.dtype:
-            self._start_waiting()
-        self._waiting.append(local)
-        self._waiting_bytes += local.nbytes
-        if self._waiting_bytes >= _TOGETHER_BYTES:
-            self._start_waiting()
+        self._missing[self._bucket_of[id(parameter)]] -= 1
+        while self._next < len(self._buckets) and not self._missing[self._next]:
+            self._start(self._buckets[self._next])
+            self._next += 1
 
-    def _start_waiting(self) -> None:
-        if self._waiting:
-            work = compat.all_reduce_together(self._waiting, self.group)
-            self._works.append((self._waiting, work))
-            self._waiting, self._waiting_bytes = [], 0
+    def _start(self, parameters: Sequence[nn.Parameter]) -> None:
+        small = []
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            normalise_gradient(parameter)
+            local = local_tensor(parameter.grad)
+            if local.is_contiguous():
+                small.append(local)
+            else:
+                self._reduce(local)
+        if len(small) == 1:
+            self._reduce(small[0])
+        elif small:
+            buffer = torch.cat([gradient.view(-1) for gradient in small])
+            pieces = torch.split(buffer, [gradient.numel() for gradient in small])
+            for gradient, piece in zip(small, pieces, strict=True):
+                gradient.data = piece.view(gradient.shape)
+            self._reduce(buffer)
+
+    def _reduce(self, tensor: torch.Tensor) -> None:
+        tensor.div_(self.group.size())
+        self._works.append(dist.all_reduce(tensor, group=self.group, async_op=True))
+
+
+def _together(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Return parameters in groups that are reduced together, each of one dtype."""
+    buckets: list[list[nn.Parameter]] = []
+    room, dtype = 0, None
+    for parameter in parameters:
+        size = local_tensor(parameter).nbytes
+        if room <= 0 or size >= _TOGETHER_BYTES or parameter.dtype != dtype:
+            buckets.append([])
+            room, dtype = _TOGETHER_BYTES, parameter.dtype
+        buckets[-1].append(parameter)
+        room -= size
+    return buckets
 
 
 @dataclass(slots=True)
@@ -215,6 +237,7 @@ def shard(
     root: StageRoot,
     blocks: Sequence[nn.Module],
     *,
+    states: Sequence[str],
     zero_stage: int,
     mesh: DeviceMesh,
     is_mixed: bool,
@@ -226,6 +249,7 @@ def shard(
     Args:
         root: holds the parameters of glue itself, and the blocks.
         blocks: modules that become units of their own, in execution order.
+        states: FQNs of the states that the stage reads, in execution order; repeats are allowed.
         zero_stage: 0 to 3.
         mesh: the data-parallel mesh; of size 1 it matters for mixed precision only. With two axes,
             parameters are sharded over the second and replicated over the first.
@@ -237,7 +261,9 @@ def shard(
         return Unsharded()
     if zero_stage == 0 and not is_mixed:
         return GradientReducer(
-            parameters=list(root.parameters()), group=mesh.get_group(), overlaps=not is_pipeline
+            parameters=_in_backward_order(root, states),
+            group=mesh.get_group(),
+            overlaps=not is_pipeline,
         )
     root.give_scalars_a_dimension()
     # FSDP warns of writes to what a module returned: see `autoplan.written_inputs`.
@@ -272,6 +298,14 @@ def shard(
         is_hidden=is_pipeline and zero_stage >= 2,
         has_replicas=mesh.ndim > 1,
     )
+
+
+def _in_backward_order(root: nn.Module, states: Sequence[str]) -> list[nn.Parameter]:
+    """Return all parameters: those read last first, those that nothing reads at the end."""
+    read = (holder[key] for holder, key in (find_state(root, fqn) for fqn in states))
+    first = {id(one): one for one in read if isinstance(one, nn.Parameter)}
+    rest = {id(p): p for p in root.parameters() if id(p) not in first}
+    return [*reversed(first.values()), *rest.values()]
 
 
 def _offload_policy(offload: str, mesh: DeviceMesh) -> dict[str, OffloadPolicy]:

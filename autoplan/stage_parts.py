@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.batch_splitter import BatchSplitter
 from autoplan.entries import Entry, leaving
 from autoplan.program import TensorMeta
 from autoplan.sharders import Sharder
@@ -16,7 +17,7 @@ from autoplan.stages import StageRoot
 from autoplan.step_buffers import StepBuffers
 from autoplan.step_means import StepMeans
 
-__all__ = ["JoinedRoots", "StagePart", "joined", "root_function"]
+__all__ = ["JoinedRoots", "StagePart", "StepForm", "joined", "root_function"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,8 @@ class StagePart:
         sharder: its data parallelism.
         buffers: what its forward changes.
         means: the means over the step in it.
-        wanted: positions of the batch leaves that it reads.
+        wanted: positions of the batch leaves that it reads, of those that the rank reads.
+        function: what the root runs, for batches of one shape.
     """
 
     root: StageRoot
@@ -36,13 +38,29 @@ class StagePart:
     buffers: StepBuffers
     means: StepMeans
     wanted: tuple[int, ...]
+    function: Callable[..., tuple[torch.Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepForm:
+    """What the training steps of this rank run for batches of one shape.
+
+    Attributes:
+        parts: the stages of this rank.
+        splitter: cuts its batches.
+        run_step: runs all micro-batches of a step and returns their losses.
+    """
+
+    parts: tuple[StagePart, ...]
+    splitter: BatchSplitter
+    run_step: Callable[[int], list[torch.Tensor]]
 
 
 def root_function(
     function: Callable[..., Sequence[torch.Tensor]],
     side: Callable[[], tuple[torch.Tensor, ...]],
     calls: Mapping[int, Callable[..., Any]],
-    modules: Mapping[int, nn.Module],
+    modules: Mapping[int, Callable[..., Any]],
     changed: StepBuffers,
     *,
     outputs: Sequence[TensorMeta],
@@ -55,7 +73,7 @@ def root_function(
         function: of the stage: takes what runs a call, side values, activations and batch leaves.
         side: reads the buffers and constants of its side ops.
         calls: bound blocks by index.
-        modules: those of the calls that are modules, which run their calls.
+        modules: of the calls that are modules, what runs the module with its call.
         changed: buffers that the forward changes.
         outputs: of the stage.
         loss_share: the loss is divided by it, where the stage computes the loss; else None.
@@ -63,8 +81,7 @@ def root_function(
     """
 
     def call(index: int, *inputs: Any) -> Any:
-        module = modules.get(index)
-        return calls[index](*inputs) if module is None else module(index, *inputs)
+        return modules.get(index, calls[index])(*inputs)
 
     def run(
         activations: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]

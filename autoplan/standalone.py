@@ -26,7 +26,7 @@ from autoplan.program import TensorMeta
 from autoplan.recompute import KeepPlan
 from autoplan.runtime import ParallelModule
 from autoplan.sharders import shard
-from autoplan.stage_parts import StagePart, root_function
+from autoplan.stage_parts import StagePart, StepForm, root_function
 from autoplan.stages import RootContents, StageRoot, build_root, find_state
 from autoplan.step_buffers import StepBuffers
 from autoplan.step_means import Denominator, StepMeans, StepValue
@@ -59,6 +59,7 @@ class ScriptPlan:
         autocast: dtype of the autocast around the step, or None.
         offload: as planned.
         input_keys: paths of the tensors of a batch.
+        input_metas: of these, for one micro-batch.
         batch_dims: their batch dimensions.
         aliases: name of each parameter -> first name of the same one.
         stored: placement over tp of each parameter that is not whole, by first name.
@@ -74,6 +75,7 @@ class ScriptPlan:
     autocast: torch.dtype | None
     offload: Literal["none", "optimizer"]
     input_keys: tuple[str, ...]
+    input_metas: tuple[TensorMeta, ...]
     batch_dims: tuple[int | None, ...]
     aliases: Mapping[str, str]
     stored: Mapping[str, str]
@@ -90,6 +92,7 @@ class CallSpec:
         states: FQNs of the states.
         slices: per state, the placement in which it is read if it is stored whole; else empty.
         mode, keep, cloned, changed: what is recomputed; see `BoundCall`.
+        shared: positions of the states whose gradients may lie where others lie.
     """
 
     fqn: str
@@ -100,6 +103,7 @@ class CallSpec:
     keep: KeepPlan | None = None
     cloned: tuple[int, ...] = ()
     changed: tuple[int, ...] = ()
+    shared: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +194,7 @@ def build_stage(
         )
     splitter = BatchSplitter(
         keys=plan.input_keys,
+        metas=plan.input_metas,
         batch_dims=plan.batch_dims,
         wanted=tuple(wanted),
         rows=plan.microbatch_size,
@@ -200,12 +205,10 @@ def build_stage(
     )
     module = ParallelModule(
         plan=plan,
-        parts=parts,
+        form=StepForm(parts=tuple(parts), splitter=splitter, run_step=run_step),
         mesh=mesh,
-        splitter=splitter,
         ties=ties,
         aliases=plan.aliases,
-        run_step=run_step,
         sources=(),
         computes_loss=any(stages[index].computes_loss for index in own),
     )
@@ -229,10 +232,11 @@ def _part(
     if plan.mesh.tp > 1:
         distribute(root, stored, plan.aliases, mesh["tp"])
     buffers = StepBuffers.of(root, stage.changed, group)
-    _set_function(plan, stage, root, buffers, mesh)
+    function = _function(plan, stage, root, buffers, mesh)
     sharder = shard(
         root,
         [root.get_submodule(fqn) for fqn in stage.contents.modules],
+        states=[fqn for spec in stage.calls.values() for fqn in spec.states],
         zero_stage=plan.zero_stage,
         mesh=sharding_mesh(mesh, plan.mesh.dp_replicate),
         is_mixed=plan.mixed_precision == "bfloat16",
@@ -245,6 +249,7 @@ def _part(
         buffers=buffers,
         means=means,
         wanted=tuple(wanted.index(i) for i in stage.batch),
+        function=function,
     )
 
 
@@ -267,18 +272,18 @@ def _side_reader(
     return read
 
 
-def _set_function(
+def _function(
     plan: ScriptPlan, stage: StageSpec, root: StageRoot, buffers: StepBuffers, mesh: DeviceMesh
-) -> None:
-    """Bind the calls of a stage to its modules, and give the root what it runs."""
+) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Bind the calls of a stage to its modules, and return what the root runs."""
     calls = {i: _bind(spec, root, mesh, plan.autocast) for i, spec in stage.calls.items()}
-    modules: dict[int, nn.Module] = {}
-    for i, spec in stage.calls.items():
-        if spec.fqn:
-            modules[i] = root.get_submodule(spec.fqn)
-            install(modules[i], i, calls[i])
+    modules = {
+        i: install(root.get_submodule(spec.fqn), i, calls[i])
+        for i, spec in stage.calls.items()
+        if spec.fqn
+    }
     assert stage.run is not None, "a stage has what it runs"
-    run = root_function(
+    return root_function(
         stage.run,
         _side_values(stage, root),
         calls,
@@ -288,7 +293,6 @@ def _set_function(
         loss_share=plan.num_microbatches if stage.computes_loss else None,
         is_split=plan.schedule == "zero_bubble",
     )
-    root.set_function(run)
 
 
 def _bind(
@@ -311,6 +315,7 @@ def _bind(
         cloned=spec.cloned,
         changed=spec.changed,
         is_scalar=[holder[key].dim() == 0 for holder, key in holders],
+        is_shared=[place in spec.shared for place in range(len(holders))],
         autocast=autocast,
         device_type=mesh.device_type,
     )

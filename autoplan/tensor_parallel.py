@@ -66,7 +66,13 @@ def whole_calls(program: Program, stage: StageSlice) -> dict[int, LocalCall]:
 
 
 def lower_calls(
-    plan: Plan, program: Program, stage: StageSlice, root: nn.Module, mesh: DeviceMesh
+    plan: Plan,
+    program: Program,
+    stage: StageSlice,
+    root: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    is_stored: bool = False,
 ) -> dict[int, LocalCall]:
     """Return the local calls of a stage; its parameters become DTensors, ties stay one object.
 
@@ -76,11 +82,13 @@ def lower_calls(
         stage: which slice.
         root: of the stage; changed in place.
         mesh: (pp, dp, tp).
+        is_stored: the parameters of the root are DTensors already.
     """
     tp = mesh["tp"]
     lowered = lower_stage(plan, program, stage, rank=tp.get_local_rank(), group=tp.get_group())
     stored = stored_placements(plan, program, stage, lowered)
-    distribute(root, stored, program.aliases, tp)
+    if not is_stored:
+        distribute(root, stored, program.aliases, tp)
     calls = {}
     for index, block in lowered.items():
         localise = tuple(

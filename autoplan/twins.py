@@ -31,7 +31,6 @@ from torch import nn
 from autoplan import codec
 from autoplan.alike_programs import alike_axes
 from autoplan.dry_run_result import TwinRun
-from autoplan.emitter import captured_for
 from autoplan.errors import AutoplanError
 from autoplan.launcher import launch
 from autoplan.models import LoadedModel, load_model
@@ -39,6 +38,7 @@ from autoplan.op_facts import is_random
 from autoplan.plan import BlockPlan, Layout, Mesh, Plan, Recompute, StagePlan
 from autoplan.processes import run_worker
 from autoplan.program import BlockGraph, Program
+from autoplan.recapture import captured_for
 from autoplan.schedules import MULTI_STAGE
 from autoplan.sharding import check_axes, layout_parameters, shard_options
 from autoplan.stage_check import are_separate

@@ -46,7 +46,7 @@ def plans() -> dict[str, Plan]:
 def compiled_error(rank: int, plan: Plan, backend: str) -> tuple[float, list[str]]:
     """Return the relative error of the loss on this rank, and the gradients that differ."""
     model, loss_fn = build(_MODEL)
-    with unittest.mock.patch("autoplan.emitter.capture", return_value=program_of(_MODEL)):
+    with unittest.mock.patch("autoplan.recapture.capture", return_value=program_of(_MODEL)):
         module = parallelize(plan, model, global_batch(2), loss_fn, device="cpu", compile=backend)
     batch = global_batch(plan.global_batch_size)
     loss = float(module.train_step(module.shard_batch(batch)))

@@ -311,7 +311,7 @@ def run_draw(rank: int, draw: Draw) -> list[str]:
     batches = [family.batch(draw.rows, generator) for _ in range(3)]
     program = program_of(draw.family, draw.microbatch_size)
     with (
-        unittest.mock.patch("autoplan.emitter.capture", return_value=program),
+        unittest.mock.patch("autoplan.recapture.capture", return_value=program),
         unittest.mock.patch("autoplan.device_meshes.init_device_mesh", _mesh_of),
     ):
         module = parallelize(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["rows_of"]
+__all__ = ["Texts", "rows_of", "texts_of"]
 
 # Without any of these no model can be built.
 _COLUMNS = ("layers", "hidden", "heads", "gpus", "gpu")
@@ -35,3 +35,15 @@ def rows_of(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         return
     if not count:
         print(f"{path}: has no rows")
+
+
+class Texts(dict[str, str]):
+    """Cells of a row by column; one that the file lacks is empty."""
+
+    def __missing__(self, key: str) -> str:
+        return ""
+
+
+def texts_of(row: Mapping[str, Any]) -> Texts:
+    """Return the cells of a row, without what stands under no column."""
+    return Texts({k: (v or "").strip() for k, v in row.items() if isinstance(k, str)})

@@ -26,7 +26,7 @@ import autoplan
 from autoplan.errors import AutoplanError
 from autoplan.estimating import Estimate
 from autoplan.graph import Trace
-from benchmarks.published_files import rows_of
+from benchmarks.published_files import Texts, rows_of, texts_of
 from benchmarks.published_models import Decoder, Shape, batch_of
 from benchmarks.published_outcomes import Outcome, document_of, print_sources, summary
 from benchmarks.published_rows import (
@@ -77,7 +77,7 @@ def price_row(row: Mapping[str, Any], file: str, line: int, store: TraceStore) -
     A file may lack columns, and a row may have fewer or more cells than there are: a missing one is
     empty. Whatever else is wrong with a row is the reason why it is skipped.
     """
-    texts = _Texts({k: (v or "").strip() for k, v in row.items() if isinstance(k, str)})
+    texts = texts_of(row)
     try:
         if None in row:
             raise Skipped("more cells than the file has columns")
@@ -92,18 +92,11 @@ def price_row(row: Mapping[str, Any], file: str, line: int, store: TraceStore) -
     return Outcome(source=source, file=file, line=line, model=texts["model"], skipped=reason)
 
 
-class _Texts(dict[str, str]):
-    """Cells of a row by column; one that the file lacks is empty."""
-
-    def __missing__(self, key: str) -> str:
-        return ""
-
-
 def _source(row: Mapping[str, str], file: str) -> str:
     return (row.get("source_id") or file).split("/")[0]
 
 
-def _price_row(row: _Texts, file: str, line: int, store: TraceStore) -> Outcome:
+def _price_row(row: Texts, file: str, line: int, store: TraceStore) -> Outcome:
     source = _source(row, file)
     start: dict[str, Any] = {"source": source, "file": file, "line": line, "model": row["model"]}
     if row["duplicate_of"]:
@@ -144,7 +137,7 @@ def _price_row(row: _Texts, file: str, line: int, store: TraceStore) -> Outcome:
 _MOST_OF_DEVICE = 1.1  # what is printed in decimal units may seem a little more
 
 
-def _left_out(row: _Texts, *, is_timed: bool, has_memory: bool) -> str:
+def _left_out(row: Texts, *, is_timed: bool, has_memory: bool) -> str:
     """Return what a row states and is not compared."""
     reasons = []
     if not is_timed and (row["iter_time_s"] or row["tokens_per_s_per_gpu"]):

@@ -38,6 +38,8 @@ TESTS = (
     "tests/test_lowering.py",
     "tests/test_compiled.py",
     "tests/test_split_backward.py",
+    "tests/test_batch_shapes.py",
+    "tests/test_gradient_memory.py",
 )
 _SUMMARY = re.compile(r"(\d+) (passed|failed|errors?|skipped)")
 

@@ -12,26 +12,16 @@ from __future__ import annotations
 import pickle
 import traceback
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
+from autoplan.search.agenda import Agenda
+from autoplan.search.candidates import Candidate
 from autoplan.search.forks import Forked, first_to_answer
 
-__all__ = ["Crew", "Workable"]
-
-
-class Workable(Protocol):
-    """What a crew works on: calls by name, and who shares what they compute."""
-
-    @property
-    def group(self) -> Hashable:
-        """Candidates of one group go to one worker."""
-
-    def call(self, task: str, *arguments: Any) -> Any:
-        """Return what a task gives."""
-
+__all__ = ["Crew"]
 
 # What is done for a candidate: its index, the task's name and arguments.
 Task = tuple[int, str, tuple[Any, ...]]
@@ -50,17 +40,12 @@ class Crew:
     Args:
         candidates: what the tasks are about.
         size: number of processes.
-        upcoming: gives the tasks that will probably be asked for, most urgent first.
+        agenda: the refinements that will probably be asked for.
     """
 
-    def __init__(
-        self,
-        candidates: Sequence[Workable],
-        size: int,
-        upcoming: Callable[[dict[Task, Any]], Iterable[Task]],
-    ):
+    def __init__(self, candidates: Sequence[Candidate], size: int, agenda: Agenda):
         self._candidates = candidates
-        self._upcoming = upcoming
+        self._agenda = agenda
         self._workers = [_Worker(Forked(self._serve)) for _ in range(size)]
         self._done: dict[Task, Any] = {}
 
@@ -92,27 +77,35 @@ class Crew:
 
     def _keep_busy(self, wanted: Task) -> None:
         """Give every idle worker something to do, what is wanted first."""
-        given = [worker.task for worker in self._workers]
-        if wanted not in given:
-            self._give(wanted)
-        if all(worker.task is not None for worker in self._workers):
-            return
-        for task in self._upcoming(self._done):
-            if task not in given:
-                self._give(task)
-            if all(worker.task is not None for worker in self._workers):
+        if wanted not in [worker.task for worker in self._workers]:
+            worker = self._idle_for(self._group(wanted[0]))
+            if worker is not None:
+                self._give(worker, wanted)
+        while any(worker.task is None for worker in self._workers):
+            found = self._agenda.next(lambda group: self._idle_for(group) is not None)
+            if found is None:
                 return
+            index, level = found
+            worker = self._idle_for(self._group(index))
+            assert worker is not None, "the agenda was told who is idle"
+            self._give(worker, (index, "refine", (level,)))
 
-    def _give(self, task: Task) -> None:
-        """Give a task to the worker of its group, if that is idle; a new group to any that is."""
-        group = self._candidates[task[0]].group
+    def _group(self, index: int) -> Hashable:
+        return self._candidates[index].group
+
+    def _idle_for(self, group: Hashable) -> _Worker | None:
+        """Return the worker of a group, if that is idle, or of a new group any that is."""
         owners = [worker for worker in self._workers if group in worker.groups]
         idle = [worker for worker in owners or self._workers if worker.task is None]
-        if idle:
-            worker = min(idle, key=lambda one: len(one.groups))
-            worker.groups.add(group)
-            worker.task = task
-            worker.forked.connection.send(task)
+        return min(idle, key=lambda one: len(one.groups), default=None)
+
+    def _give(self, worker: _Worker, task: Task) -> None:
+        index, name, arguments = task
+        if name == "refine":
+            self._agenda.take(index, arguments[0])
+        worker.groups.add(self._group(index))
+        worker.task = task
+        worker.forked.connection.send(task)
 
     def _hear(self) -> None:
         """Wait until a worker has something, and take it."""
@@ -120,8 +113,14 @@ class Crew:
         heard = first_to_answer([worker.forked for worker in busy])
         for worker in busy:
             if worker.forked in heard and worker.task is not None:
-                self._done[worker.task] = worker.forked.connection.recv()
+                self._take_answer(worker.task, worker.forked.connection.recv())
                 worker.task = None
+
+    def _take_answer(self, task: Task, answer: tuple[bool, Any]) -> None:
+        self._done[task] = answer
+        index, name, arguments = task
+        if name == "refine" and answer[0]:
+            self._agenda.learn(index, arguments[0], answer[1])
 
     def _disband(self) -> None:
         """Go on alone."""
@@ -140,7 +139,7 @@ class Crew:
             pipe.send_bytes(_answer(self._candidates[index], task, arguments))
 
 
-def _answer(candidate: Workable, task: str, arguments: tuple[Any, ...]) -> bytes:
+def _answer(candidate: Candidate, task: str, arguments: tuple[Any, ...]) -> bytes:
     try:
         return pickle.dumps((True, candidate.call(task, *arguments)))
     except Exception as error:  # raised again where the search asks for it

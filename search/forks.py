@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 __all__ = ["Beside", "Forked", "StandstillError", "first_to_answer", "usable_cores"]
 
 STANDSTILL_S = 20.0
+_SOON_S = 1.0  # most answers come sooner, before it is worth a look at what a process has taken
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 T = TypeVar("T")
@@ -96,13 +97,17 @@ def first_to_answer(working: Sequence[Forked]) -> list[Forked]:
         StandstillError: none of them takes any processor time: a lock that another thread of the
             parent held when it forked is never let go.
     """
+    connections = [forked.connection for forked in working]
+    before: list[float] | None = None
+    limit_s = min(_SOON_S, STANDSTILL_S)
     while True:
-        before = [forked.processor_s() for forked in working]
-        heard = wait([forked.connection for forked in working], STANDSTILL_S)
+        heard = wait(connections, limit_s)
         if heard:
             return [forked for forked in working if forked.connection in heard]
-        if [forked.processor_s() for forked in working] == before:
+        taken = [forked.processor_s() for forked in working]
+        if taken == before:
             raise StandstillError(f"no worker has moved for {STANDSTILL_S:g} s")
+        before, limit_s = taken, STANDSTILL_S
 
 
 class Beside(Generic[T]):

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import heapq
 import time as clock
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from autoplan.search.ahead import Crew, Task
+from autoplan.search.agenda import Agenda
+from autoplan.search.ahead import Crew
 from autoplan.search.candidates import Candidate, Key, Refinement
 from autoplan.search.problem import PipelineSolution, Status
 
@@ -207,7 +208,7 @@ class _MeshSearch:
     def call(self, index: int, task: str, *arguments: Any) -> Any:
         """Return what a task of a candidate gives, here or by a worker."""
         if self.crew is None and self.workers > 1 and self.is_long():
-            self.crew = Crew(self.candidates, self.workers, self.upcoming)
+            self.crew = Crew(self.candidates, self.workers, self.agenda())
         if self.crew is None:
             return self.candidates[index].call(task, *arguments)
         return self.crew.call(index, task, *arguments)
@@ -216,23 +217,19 @@ class _MeshSearch:
         """Return whether the search has taken so long that processes of its own are worth it."""
         return clock.monotonic() - self.started > _ALONE_S
 
-    def upcoming(self, known: Mapping[Task, Any]) -> Iterator[Task]:
-        """Yield refinements that are not known, those first that will probably be asked first."""
-        waiting: list[tuple[int, Key, Task]] = []
+    def agenda(self) -> Agenda:
+        """Return the refinements that are left, as far as the search has come."""
+        agenda = Agenda(self.candidates, self.is_open)
         for index, entry in enumerate(self.entries):
-            bound, level = entry.bound, entry.num_refined
-            while (found := known.get((index, "refine", (level,)))) is not None:
-                is_done, refinement = found
-                if not is_done or refinement.infeasible is not None:
-                    level = len(entry.candidate.refinements)
-                    break
-                bound, level = max(bound, refinement.bound), level + 1
-            cutoff = self.cutoff_of(entry)
-            is_open = not entry.is_settled and (cutoff is None or bound < cutoff)
-            if is_open and level < len(entry.candidate.refinements):
-                waiting.append((bound, entry.candidate.key, (index, "refine", (level,))))
-        for _, _, task in sorted(waiting):
-            yield task
+            if self.is_open(index, entry.bound):
+                agenda.begin(index, entry.bound, entry.num_refined)
+        return agenda
+
+    def is_open(self, index: int, bound: int) -> bool:
+        """Return whether a candidate may still win, if its objective is as low as a bound."""
+        entry = self.entries[index]
+        cutoff = self.cutoff_of(entry)
+        return not entry.is_settled and (cutoff is None or bound < cutoff)
 
     def end(self) -> None:
         """End the workers."""

@@ -167,7 +167,7 @@ def check_cases(rank: int, cases: tuple[Case, ...]) -> list[str]:
     problems = [f"{cases[0]}: {problem}" for problem in _check(cases[0])] if cases else []
     for case in cases[1:]:
         program = program_of(case.model)
-        with unittest.mock.patch("autoplan.emitter.capture", return_value=program):
+        with unittest.mock.patch("autoplan.recapture.capture", return_value=program):
             problems += [f"{case}: {problem}" for problem in _check(case)]
     return problems
 
@@ -225,7 +225,7 @@ def check_plans(
     for what, name, plan in plans:
         # That a model is captured again, and the same, is what `check_cases` shows.
         program = program_of(name, plan.microbatch_size)
-        with unittest.mock.patch("autoplan.emitter.capture", return_value=program):
+        with unittest.mock.patch("autoplan.recapture.capture", return_value=program):
             problems += [f"{what}: {problem}" for problem in check_plan(name, plan, tolerance)]
     return problems
 

@@ -39,6 +39,7 @@ LINEAR: dict[str, Loss] = {
     "entropy": lambda p, x: -(p * p.log()).sum(-1).mean(),
     "class": lambda p, x: F.cross_entropy(p, (x[:, 0] > 0).long()),
     "scaled": lambda p, x: 3 * p.square().mean() + p.mean(0)[1] / 7,
+    "picked": lambda p, x: p[torch.arange(len(p)), (x[:, 0] > 0).long()].log().mean(),
     "valid": lambda p, x: (p[:, 0] * (x[:, 0] > 0)).sum() / (x[:, 0] > 0).sum(),
 }
 OTHER: dict[str, Loss] = {
@@ -55,6 +56,10 @@ COMPARING: dict[str, Loss] = {
     "pairs": lambda p, x: (p @ p.T).logsumexp(1).mean(),
     "differences": lambda p, x: (p[:, None] - p[None]).square().sum(-1).exp().mean(),
     "softmax": lambda p, x: (p.softmax(0) * x[:, :4]).sum(),
+    "next ones": lambda p, x: (p * p[(torch.arange(len(p)) + 1) % len(p)]).sum(-1).exp().mean(),
+    "selected ones": lambda p, x: (
+        (p * p.index_select(0, torch.arange(len(p) - 1, -1, -1))).sum(-1).exp().mean()
+    ),
     "neighbours": lambda p, x: (p * p.roll(1, 0)).sum(-1).exp().mean(),
 }
 

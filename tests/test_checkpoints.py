@@ -46,7 +46,7 @@ def plan_of(name: str, **arguments: Any) -> Plan:
 def make(name: str, plan: Plan) -> tuple[ParallelModule, torch.optim.Optimizer]:
     """Return the module and its optimizer."""
     model, loss = build(name)
-    with unittest.mock.patch("autoplan.emitter.capture", return_value=program_of(name, 1)):
+    with unittest.mock.patch("autoplan.recapture.capture", return_value=program_of(name, 1)):
         module = parallelize(plan, model, global_batch(1), loss, device="cpu")
     # A large eps: key biases have gradients that are zero but for rounding.
     return module, torch.optim.AdamW(module.parameters(), lr=0.01, eps=1e-3)

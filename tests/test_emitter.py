@@ -293,7 +293,7 @@ def _probe_errors(rank: int, runs: Sequence[tuple[Sequence[int], Program, Plan]]
         alone = _Probe(frozen)
         alone(batch).backward()
         expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
-        with unittest.mock.patch("autoplan.emitter.capture", return_value=program):
+        with unittest.mock.patch("autoplan.recapture.capture", return_value=program):
             module = parallelize(plan, _Probe(frozen), batch, lambda out: out, device="cpu")
         module.train_step(module.shard_batch(batch))
         gradients = module.full_gradients()

@@ -12,10 +12,10 @@ import torch
 
 from autoplan.cluster import Cluster, NodeGroup
 from autoplan.errors import InfeasibleError, SearchLimitError
+from autoplan.leanest import least_memory
 from autoplan.optimizing import find_plan, optimize
 from autoplan.planner import Planner, make_planner
 from autoplan.profiles import load_profile
-from autoplan.remedies import least_memory
 from autoplan.search.mesh import Progress
 from autoplan.units import format_bytes_up, parse_bytes
 from autoplan.verifier import verify_plan

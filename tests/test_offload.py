@@ -11,11 +11,11 @@ import torch
 import autoplan
 from autoplan.cluster import Cluster
 from autoplan.errors import InfeasibleError
+from autoplan.leanest import least_memory
 from autoplan.offload import host_bytes
 from autoplan.optimizing import find_plan
 from autoplan.plan import Plan, Recompute
 from autoplan.planner import Planner
-from autoplan.remedies import least_memory
 from autoplan.stage_bytes import stage_blocks
 from autoplan.verifier import verify_plan
 from tests.models_for_tests import LinearChain, mean_square

@@ -68,7 +68,7 @@ def _run_all(rank: int, runs: list[tuple[Plan, LoadedModel, Program]]) -> list[T
     found = []
     for plan, twin, program in runs:
         with (
-            unittest.mock.patch("autoplan.emitter.capture", return_value=program),
+            unittest.mock.patch("autoplan.recapture.capture", return_value=program),
             unittest.mock.patch("autoplan.twin_steps.capture", return_value=program),
         ):
             found.append(compare_step(plan, twin))

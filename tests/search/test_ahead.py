@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoplan.search import forks, mesh
+from autoplan.search.agenda import Agenda
 from autoplan.search.ahead import Crew
 from autoplan.search.candidates import Candidate, Refinement
 from autoplan.search.forks import Beside
@@ -241,9 +242,34 @@ def _is_alive(pid: int) -> bool:
 
 def test_a_crew_of_any_size_answers_what_is_asked() -> None:
     candidates = [candidate(key, [0, key], key) for key in range(5)]
-    crew = Crew(candidates, 2, lambda known: ())
+    crew = Crew(candidates, 2, Agenda(candidates, lambda index, bound: True))
     try:
         answers = [crew.call(key, "refine", 0) for key in (3, 1, 4, 0, 2)]
     finally:
         crew.end()
     assert [answer.bound for answer in answers] == [3, 1, 4, 0, 2]
+
+
+def test_an_agenda_gives_each_open_refinement_once_and_the_least_bound_first() -> None:
+    candidates = [candidate(key, [bound, bound + 3], 9) for key, bound in enumerate((4, 1, 6, 2))]
+    agenda = Agenda(candidates, lambda index, bound: bound < 6)
+    for index, own in enumerate(candidates):
+        agenda.begin(index, own.lower_bound, 0)
+    agenda.take(1, 0)
+    assert agenda.next(lambda group: group != 0) is None, "taken, and as slow as what is known"
+    assert agenda.next(lambda group: True) == (3, 0)
+    assert agenda.next(lambda group: True) == (0, 0)
+    assert agenda.next(lambda group: True) is None
+
+
+def test_an_agenda_goes_on_with_what_it_learns() -> None:
+    candidates = [candidate(key, [key, key + 1, key + 2], 9) for key in range(2)]
+    agenda = Agenda(candidates, lambda index, bound: True)
+    for index, own in enumerate(candidates):
+        agenda.begin(index, own.lower_bound, 0)
+    assert agenda.next(lambda group: True) == (0, 0)
+    agenda.learn(0, 0, Refinement(bound=5))
+    assert agenda.next(lambda group: True) == (1, 0)
+    agenda.learn(1, 0, Refinement(infeasible="too large"))
+    assert agenda.next(lambda group: True) == (0, 1)
+    assert agenda.next(lambda group: True) is None
