@@ -11,7 +11,8 @@ Event = tuple[str, int]
 class Heap:
     """Live bytes by owner, with their peak; `events` is filled where it is a list.
 
-    `held_peak` is the peak where what `drop` lets go as held by others stays.
+    `border_peak` is the peak at the border of a pipeline's stage: what `drop` lets go as held by
+    others stays, and what was `received` lies in a buffer that is counted elsewhere.
     """
 
     def __init__(self, events: list[Event] | None = None) -> None:
@@ -19,7 +20,8 @@ class Heap:
         self.total = 0
         self.peak = 0
         self.held = 0
-        self.held_peak = 0
+        self.received: dict[str, int] = {}
+        self.border_peak = 0
         self.events = events
 
     def add(self, name: str, nbytes: int) -> None:
@@ -38,12 +40,25 @@ class Heap:
         self.total -= nbytes
         if is_held:
             self.held += nbytes
+        self.held += self.received.pop(name, 0)
+
+    def receive(self, name: str) -> None:
+        """Let a live tensor be one that lies in a receive buffer."""
+        if name in self.live:
+            self.received[name] = self.live[name]
+            self.held -= self.live[name]
+
+    def own(self, name: str) -> None:
+        """Let what is added to a received tensor be one of its own: the buffer is not written."""
+        if name in self.received:
+            self.held += self.received.pop(name)
+            self._note(self.total)
 
     def _note(self, total: int) -> None:
         if total > self.peak:
             self.peak = total
-        if total + self.held > self.held_peak:
-            self.held_peak = total + self.held
+        if total + self.held > self.border_peak:
+            self.border_peak = total + self.held
 
     def transient(self, nbytes: int) -> None:
         self._note(self.total + nbytes)
@@ -61,6 +76,11 @@ class Gradients:
         self.count = 0
         self._coming: list[tuple[str, int, int]] = []
 
+    def enter(self, name: str, nbytes: int) -> None:
+        """Let a gradient of a value be there before the backward starts."""
+        self.receive(name, nbytes)
+        self.heap.receive(f"grad:{self.count}")
+
     def receive(self, name: str, nbytes: int) -> None:
         """Make a gradient of a value; `add_up` adds it to the one that the value may have."""
         number = self._make(nbytes)
@@ -73,7 +93,8 @@ class Gradients:
         """Let a value use gradients that exist."""
         own = self.held.get(name)
         if own and self.users[own[0]] == 1 and len(own) == 1:
-            return  # added in place to the one that it has alone
+            self.heap.own(f"grad:{own[0]}")  # added in place to the one that it has alone
+            return
         for number in coming:
             self.users[number] += 1
         self.held[name] = [*(own or []), *coming]
@@ -94,6 +115,8 @@ class Gradients:
             if len(own) > 1 or self.users[own[0]] > 1:
                 self.held[name] = [self._make(nbytes)]
                 self.release(own)
+            else:
+                self.heap.own(f"grad:{own[0]}")
             self.release([number])
         self._coming.clear()
 

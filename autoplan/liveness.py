@@ -125,7 +125,7 @@ def _walked(
         held_inputs=tuple(n for n in inputs if n in held_inputs),
         held_outputs=tuple(n for n in local.outputs if _storage(local, n) in kept),
         held_output_bytes=sum(b for n, b in kept.items() if n in outputs),
-        sent_backward_peak=backward.held_peak,
+        border_backward_peak=backward.border_peak,
     )
     return memory, kept, gradients
 
@@ -276,7 +276,7 @@ def _backward(
         heap.add(name, nbytes)
     gradients = Gradients(heap)
     for name in dict.fromkeys(local.outputs):
-        gradients.receive(name, local.value_bytes.get(_storage(local, name), 0))
+        gradients.enter(name, local.value_bytes.get(_storage(local, name), 0))
     heap.events = events
     if region:
         end = _rerun_end(local)
@@ -285,7 +285,8 @@ def _backward(
             heap.add(name, nbytes)
         _drop_unneeded(local, heap, set(kept) | set(inputs))
     uses = _saved_uses(local)
-    outputs = {_storage(local, name) for name in local.outputs}
+    # A second forward makes its own outputs: what was sent is no tensor of this backward.
+    outputs = {_storage(local, name) for name in local.outputs} & kept.keys()
     held = set(inputs) | (set(kept) if region else set())
     sizes = {op.name: op.value_bytes for op in local.ops}
     made = 0

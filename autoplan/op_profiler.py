@@ -28,8 +28,8 @@ from autoplan.lowering import lower
 from autoplan.op_runner import OpCall, TensorSpec, measure_call, spec_of
 from autoplan.opcost import OpMeter
 from autoplan.optimizers import Optimizer
+from autoplan.profiles.budgets import Deadline
 from autoplan.profiles.op_times import MeasuredOp, OpTimesFile
-from autoplan.profiles.stopping import is_stopped
 from autoplan.program import BlockGraph, Op, Program, TensorMeta, map_refs
 from autoplan.runner import BlockRun, run_program
 from autoplan.settings import Workload, settings_of
@@ -222,13 +222,11 @@ def measure_candidates(
         raise ValueError(f"budget_s must be above 0, got {budget_s}")
     known = file.read()
     pending = [c for c in candidates if c.signature not in known]
-    deadline = time.monotonic() + budget_s
+    deadline = Deadline(ends_s=time.monotonic() + budget_s)
     slice_s = budget_s / max(1, len(pending)) / 2
     failed: dict[str, str] = {}
     measured = 0
-    for index, candidate in enumerate(pending):
-        if index and (is_stopped() or time.monotonic() > deadline):
-            break
+    for index, candidate in enumerate(deadline.points(pending)):
         progress(candidate.signature, len(candidates) - len(pending) + index, len(candidates))
         result = measure_call(candidate.call, device, slice_s)
         if isinstance(result, MeasuredOp):

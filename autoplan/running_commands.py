@@ -23,7 +23,7 @@ _console = Console(stderr=True)
 def profile(
     gpu: Annotated[str, typer.Option(help="cpu, cuda, or a profile name that must be there.")],
     out: Annotated[Path | None, typer.Option(help="File to write; default NAME.json.")] = None,
-    budget: Annotated[str, typer.Option(help="Time to spend, such as 120s or 2min.")] = "20s",
+    budget: Annotated[str, typer.Option(help="Wall time to spend, such as 120s or 2min.")] = "60s",
     links: Annotated[bool, typer.Option(help="Also measure collectives.")] = True,
     model: Annotated[
         str | None,

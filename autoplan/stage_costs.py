@@ -41,7 +41,8 @@ class BlockMemory:
         held_inputs: names of the activation inputs in `kept`.
         held_outputs: names of the outputs whose storage is in `kept`.
         held_output_bytes: bytes of those.
-        sent_backward_peak: as `backward_peak`, where a pipeline holds the outputs until the end.
+        border_backward_peak: as `backward_peak`, where the outputs leave the stage: a pipeline
+            holds them until the end, and their gradients lie in its receive buffers, not here.
     """
 
     kept: int
@@ -53,7 +54,7 @@ class BlockMemory:
     held_inputs: tuple[str, ...] = ()
     held_outputs: tuple[str, ...] = ()
     held_output_bytes: int = 0
-    sent_backward_peak: int = 0
+    border_backward_peak: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

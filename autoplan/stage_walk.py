@@ -314,7 +314,7 @@ class StageWalk:
         adds_up = block.is_glue and seen in self._marks
         memory = block.memory if is_first and not adds_up else block.accumulating
         is_sent = self.leaving > 0 and index == self.part[-1]
-        peak = max(memory.backward_peak, memory.sent_backward_peak if is_sent else 0)
+        peak = memory.border_backward_peak if is_sent else memory.backward_peak
         transient = peak - memory.kept
         if self.later is not None:
             whole = block.memory.parameter_grads

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -255,7 +256,8 @@ def _prepared(plan: Plan) -> _Running:
         optimizer.zero_grad(set_to_none=True)
 
     with StorageMeter() as meter:
-        meter.baseline(module, optimizer)
+        # Of stages that do not read the batch too.
+        meter.baseline(module, optimizer, pytree.tree_leaves(share))
         step()
         peaks = []
         for _ in range(METERED_STEPS):
@@ -465,7 +467,7 @@ def main() -> None:
     """Profile, plan, execute, and print the tables."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--json", type=Path, default=None, help="also write rows and summary")
-    parser.add_argument("--budget", type=float, default=20.0, help="seconds of profiling")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds of profiling")
     parser.add_argument("--only", default="", help="only plans whose name contains this")
     parser.add_argument("--again", type=Path, default=None, help="a file written by --json")
     parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)

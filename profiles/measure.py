@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from autoplan.profiles.budgets import Budget, Clock
 from autoplan.profiles.catalog import load_profile, save_profile
 from autoplan.profiles.device import DeviceProfile
 from autoplan.profiles.here import describe, driver_of, find_device, profile_name
 from autoplan.profiles.measure_host import host_seconds
-from autoplan.profiles.measure_links import link_of, measure_group
+from autoplan.profiles.measure_links import MeasuredGroup, link_of, measure_groups
 from autoplan.profiles.measure_numbers import measure_extras, measure_tensor_core_peaks
 from autoplan.profiles.measure_op_classes import measure_classes
 from autoplan.profiles.measure_ops import (
@@ -31,7 +32,6 @@ from autoplan.profiles.measure_ops import (
     measure_peak,
 )
 from autoplan.profiles.origin import Origin
-from autoplan.profiles.stopping import is_stopped
 from autoplan.profiles.tables import AttentionTable, GemmTable, OpClassTable
 from autoplan.units import GIB
 
@@ -44,9 +44,17 @@ PEAK_DTYPES = ("float64", "float16")  # one product each: CPUs have no tensor co
 PROCESSES_PER_HOST = 4  # that a CPU profile shares the host's memory between
 DISTRIBUTED_RESERVE_BYTES = int(1.45 * GIB)  # torch.distributed on CUDA: devices.csv, measured
 
-# Shares of the budget: GEMM, attention and classes once per dtype, the rest once.
-GEMM_SHARE, ATTENTION_SHARE, MEMORY_SHARE, LINK_SHARE = 0.16, 0.07, 0.08, 0.18
-CLASS_SHARE, EXTRAS_SHARE, HOST_SHARE = 0.07, 0.06, 0.02
+# Shares of the budget: products, attention and classes once per dtype, the rest once.
+GEMM_SHARE, ATTENTION_SHARE, CLASS_SHARE = 0.16, 0.07, 0.07
+LAUNCH_SHARE, MEMORY_SHARE, OPTIMIZER_SHARE, EXTRAS_SHARE, HOST_SHARE = 0.02, 0.08, 0.03, 0.06, 0.02
+PEAK_SHARE = 0.01  # of one product; the tensor cores' count as one
+COPY_SHARE = 0.02  # from the device to the host
+LINK_SHARE = 0.7  # mostly spent on starting processes
+DEVICE_SHARES = (
+    len(TABLE_DTYPES) * (GEMM_SHARE + ATTENTION_SHARE + CLASS_SHARE)
+    + (LAUNCH_SHARE + MEMORY_SHARE + OPTIMIZER_SHARE + EXTRAS_SHARE + HOST_SHARE + COPY_SHARE)
+    + PEAK_SHARE * (len(PEAK_DTYPES) + 1)
+)
 
 
 def profile_command(
@@ -66,7 +74,7 @@ def profile_command(
     Args:
         gpu: `cpu`, `cuda` (whatever is there), or a name of the catalog that must be there.
         out: file to write; None: `NAME.json` in the current folder.
-        budget_s: seconds to spend, above 0; starting processes for the links comes on top.
+        budget_s: seconds to spend, above 0, the start of processes for the links included.
         with_links: also measure collectives between processes of this machine.
         gemm_shapes: (m, n, k) to measure before the grid, for example those of a model.
         progress: called with a message and the fraction done.
@@ -98,17 +106,22 @@ def measure_device(
     gemm_shapes: Sequence[tuple[int, int, int]] = (),
     known: DeviceProfile | None = None,
     progress: Progress | None = None,
+    clock: Clock = time.monotonic,
 ) -> DeviceProfile:
     """Return the measured profile of a device of this machine.
 
+    The budget is wall time. What cannot be cut short comes first (processes for collectives, single
+    numbers), so that the tables, which can, take what is left; of each at least one point.
+
     Args:
         name: `cpu`, `cuda` (whatever is there), or a name of the catalog that must be there.
-        budget_s: seconds to spend on measuring, above 0.
+        budget_s: seconds to spend, above 0, the start of processes for the links included.
         num_threads: threads of each process on a CPU.
         with_links: also measure collectives of 2 and 4 processes (one per GPU on CUDA).
         gemm_shapes: (m, n, k) to measure before the grid, for example those of a model.
         known: an earlier profile; what this device and this torch measured of it stays.
         progress: called with a message and the fraction done.
+        clock: of the budget.
 
     Raises:
         ProfileError: if the device is not there; says which are.
@@ -123,12 +136,14 @@ def measure_device(
     device = find_device(name)
     session = _Session(
         device=device,
-        budget_s=budget_s,
+        budget=Budget(
+            seconds=budget_s, shares=DEVICE_SHARES + LINK_SHARE * with_links, clock=clock
+        ),
         num_threads=num_threads,
-        started=time.monotonic(),
         progress=progress or (lambda message, fraction: None),
         known=known if known is not None and _is_ours(known, device, num_threads) else None,
     )
+    groups = _measured_groups(session) if with_links else ()
     threads_before = torch.get_num_threads()
     random_before = torch.get_rng_state()
     torch.set_num_threads(num_threads)
@@ -138,7 +153,7 @@ def measure_device(
         torch.set_num_threads(threads_before)
         torch.set_rng_state(random_before)
     if with_links:
-        profile = _with_links(session, profile)
+        profile = _with_links(session, profile, groups)
     session.tell("done", 1.0)
     return profile
 
@@ -148,21 +163,17 @@ class _Session:
     """One measuring: the device, the time that is left, and who is told."""
 
     device: Any
-    budget_s: float
+    budget: Budget
     num_threads: int
-    started: float
     progress: Progress
     known: DeviceProfile | None
 
     def tell(self, message: str, fraction: float | None = None) -> None:
-        spent = (time.monotonic() - self.started) / self.budget_s
-        self.progress(message, min(0.99, spent) if fraction is None else fraction)
+        self.progress(message, min(0.99, self.budget.spent) if fraction is None else fraction)
 
-    def deadline(self, share: float) -> float:
-        return time.monotonic() + share * self.budget_s
-
-    def slice_s(self, share: float, num_points: int) -> float:
-        return share * self.budget_s / num_points
+    def slice_s(self, share: float, num_points: int = 1) -> float:
+        """Return the seconds of each point of a part that has always as many."""
+        return self.budget.part(share).slice_s(num_points)
 
 
 def _is_ours(profile: DeviceProfile, device: Any, num_threads: int) -> bool:
@@ -179,67 +190,67 @@ def _measure_profile(
 ) -> DeviceProfile:
     device = session.device
     memory_bytes, reserve_bytes = _memory(device)
+    is_cuda = device.type == "cuda"
     session.tell("launch overhead")
-    launch_s = measure_launch_s(device, slice_s=session.slice_s(0.02, 1))
-    session.tell("memory bandwidth")
-    memory = measure_memory(
+    launch_s = measure_launch_s(device, slice_s=session.slice_s(LAUNCH_SHARE))
+    session.tell("optimizer")
+    optimizer = measure_optimizer_bytes_per_s(
         device,
-        deadline=session.deadline(MEMORY_SHARE),
-        slice_s=session.slice_s(MEMORY_SHARE, 8),
-        origin="measured",
+        slice_s=session.slice_s(OPTIMIZER_SHARE),
+        num_parameters=2**26 if is_cuda else 2**21,
     )
+    session.tell("the host")
+    host = host_seconds(device, slice_s=session.slice_s(HOST_SHARE, 5))
+    single_peaks = _single_peaks(session)
+    copy_s = session.slice_s(COPY_SHARE)
+    host_link = _host_link_bytes_per_s(session, copy_s) if is_cuda else None
+    session.tell("memory bandwidth")
+    part = session.budget.part(MEMORY_SHARE)
+    memory = measure_memory(device, deadline=part, slice_s=part.slice_s(8), origin="measured")
+    part = session.budget.part(EXTRAS_SHARE)
+    extras = measure_extras(device, deadline=part, slice_s=part.slice_s(12), progress=session.tell)
     gemm: list[GemmTable] = []
     attention: list[AttentionTable] = []
     classes: list[OpClassTable] = []
     known = session.known
     for dtype in TABLE_DTYPES:
+        part = session.budget.part(GEMM_SHARE)
         gemm += measure_gemm(
             device,
             dtype,
-            deadline=session.deadline(GEMM_SHARE),
-            slice_s=session.slice_s(GEMM_SHARE, 150),
+            deadline=part,
+            slice_s=part.slice_s(150),
             origin="measured",
             shapes=gemm_shapes,
             known=known.gemm if known else (),
             progress=session.tell,
         )
+        part = session.budget.part(ATTENTION_SHARE)
         attention += measure_attention(
             device,
             dtype,
-            deadline=session.deadline(ATTENTION_SHARE),
-            slice_s=session.slice_s(ATTENTION_SHARE, 100),
+            deadline=part,
+            slice_s=part.slice_s(100),
             origin="measured",
             known=known.attention if known else (),
             progress=session.tell,
         )
+        part = session.budget.part(CLASS_SHARE)
         classes += measure_classes(
             device,
             dtype,
-            deadline=session.deadline(CLASS_SHARE),
-            slice_s=session.slice_s(CLASS_SHARE, 150),
+            deadline=part,
+            slice_s=part.slice_s(150),
             origin="measured",
             known=known.op_classes if known else (),
             progress=session.tell,
         )
-    session.tell("optimizer")
-    is_cuda = device.type == "cuda"
-    optimizer = measure_optimizer_bytes_per_s(
-        device, slice_s=session.slice_s(0.03, 1), num_parameters=2**26 if is_cuda else 2**21
-    )
-    extras = measure_extras(
-        device,
-        deadline=session.deadline(EXTRAS_SHARE),
-        slice_s=session.slice_s(EXTRAS_SHARE, 12),
-        progress=session.tell,
-    )
-    session.tell("the host")
-    host = host_seconds(device, slice_s=session.slice_s(HOST_SHARE, 5))
     earlier = known.measurements if known else {}
     extras = {**{k: v for k, v in earlier.items() if not k.startswith("host.")}, **extras}
     host = {**{k: v for k, v in earlier.items() if k.startswith("host.")}, **host}
     bandwidth = max(rate for table in memory for _, rate in table.rows)
     largest_copy = max(memory[0].rows)[1]
-    peaks = _peaks(session, gemm)
+    peaks = {**_table_peaks(gemm), **single_peaks}
     fields = {f"peak_flops_per_s.{dtype}": "peak" for dtype in peaks}
     return DeviceProfile(
         name=profile_name(device, name),
@@ -249,7 +260,7 @@ def _measure_profile(
         peak_flops_per_s=peaks,
         memory_bandwidth_bytes_per_s=bandwidth,
         launch_overhead_s=launch_s,
-        host_link_bytes_per_s=largest_copy if not is_cuda else _host_link_bytes_per_s(session),
+        host_link_bytes_per_s=largest_copy if host_link is None else host_link,
         optimizer_bytes_per_s=optimizer,
         gemm=tuple(gemm),
         attention=tuple(attention),
@@ -271,50 +282,59 @@ def _measure_profile(
     )
 
 
-def _peaks(session: _Session, gemm: Sequence[GemmTable]) -> dict[str, float]:
-    """Return the highest rate seen of each dtype."""
+def _single_peaks(session: _Session) -> dict[str, float]:
+    """Return the rates of dtypes that have no table, of one product each."""
+    peaks: dict[str, float] = {}
+    size = 4096 if session.device.type == "cuda" else 256
+    for dtype in PEAK_DTYPES:
+        session.tell(f"peak of {dtype}")
+        slice_s = session.slice_s(PEAK_SHARE)
+        peaks[dtype] = measure_peak(session.device, dtype, size=size, slice_s=slice_s)
+    slice_s = session.slice_s(PEAK_SHARE)
+    return peaks | measure_tensor_core_peaks(session.device, slice_s=slice_s)
+
+
+def _table_peaks(gemm: Sequence[GemmTable]) -> dict[str, float]:
+    """Return the highest rate seen of each dtype that has a table."""
     peaks: dict[str, float] = {}
     for table in gemm:
         best = max(rate for *_, rate in table.rows)
         peaks[table.dtype] = max(best, peaks.get(table.dtype, 0.0))
-    size = 4096 if session.device.type == "cuda" else 256
-    for dtype in PEAK_DTYPES:
-        session.tell(f"peak of {dtype}")
-        slice_s = session.slice_s(0.01, 1)
-        peaks[dtype] = measure_peak(session.device, dtype, size=size, slice_s=slice_s)
-    peaks |= measure_tensor_core_peaks(session.device, slice_s=session.slice_s(0.01, 1))
     return peaks
 
 
-def _host_link_bytes_per_s(session: _Session) -> float:
+def _host_link_bytes_per_s(session: _Session, slice_s: float) -> float:
     import torch
 
     from autoplan.profiles.timing import Stopwatch
 
     source = torch.ones(2**26, device=session.device)
     target = torch.empty(2**26, pin_memory=True)
-    watch = Stopwatch(device=session.device, slice_s=session.slice_s(0.02, 1))
+    watch = Stopwatch(device=session.device, slice_s=slice_s)
     time_s = watch.median_s(lambda: target.copy_(source, non_blocking=True))
     return float(f"{2**28 / time_s:.4g}")
 
 
-def _with_links(session: _Session, profile: DeviceProfile) -> DeviceProfile:
-    """Return a profile with what groups of processes of this machine take."""
+def _measured_groups(session: _Session) -> tuple[MeasuredGroup, ...]:
     import torch
 
     is_cuda = session.device.type == "cuda"
     num_gpus = torch.cuda.device_count() if is_cuda else PROCESSES_PER_HOST
-    degrees = [degree for degree in (2, 4, 8) if degree <= num_gpus]
-    backend = "nccl" if is_cuda else "gloo"
-    groups = []
-    for degree in degrees:
-        if is_stopped():
-            break
-        session.tell(f"collectives of {degree} processes")
-        budget_s = LINK_SHARE * session.budget_s / len(degrees)
-        groups.append(measure_group(degree, budget_s=budget_s, backend=backend))
+    return measure_groups(
+        [degree for degree in (2, 4, 8) if degree <= num_gpus],
+        deadline=session.budget.part(LINK_SHARE),
+        backend="nccl" if is_cuda else "gloo",
+        progress=session.tell,
+    )
+
+
+def _with_links(
+    session: _Session, profile: DeviceProfile, groups: Sequence[MeasuredGroup]
+) -> DeviceProfile:
+    """Return a profile with what groups of processes take."""
     if not groups:
         return profile if session.known is None else replace(profile, intra=session.known.intra)
+    backend = "nccl" if session.device.type == "cuda" else "gloo"
     intra = link_of(
         [curve for group in groups for curve in group.curves],
         name=f"{profile.name} {backend}",

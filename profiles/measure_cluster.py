@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,11 @@ from autoplan.profiles.device import DeviceProfile
 from autoplan.profiles.here import find_device, profile_name
 from autoplan.profiles.link import Level
 from autoplan.profiles.measure import measure_device, measured_origin
-from autoplan.profiles.measure_groups import collective_rows, interference_ratio
+from autoplan.profiles.measure_groups import (
+    collective_rows,
+    common_deadline,
+    interference_ratio,
+)
 from autoplan.profiles.measure_hooks import hook_seconds
 from autoplan.profiles.measure_links import link_of, tables_of
 from autoplan.profiles.origin import Origin
@@ -103,7 +108,7 @@ def profile_as_rank(
 
     Args:
         gpu, out, progress: as in `profile_command`.
-        budget_s: seconds for all.
+        budget_s: seconds for all; of every kind of group a few points are measured in any case.
 
     Returns:
         The path of the file on rank 0, None on the others.
@@ -114,6 +119,7 @@ def profile_as_rank(
     import torch
     import torch.distributed as dist
 
+    begun_s = time.time()
     device = find_device(gpu)
     nodes = Nodes.of(os.environ)
     if device.type == "cuda":
@@ -133,16 +139,17 @@ def profile_as_rank(
         )
     dist.barrier()
     kinds = groups_of(nodes)
+    host = hook_seconds(device, slice_s=budget_s / 50) if dist.get_world_size() == 2 else {}
+    deadline = common_deadline(begun_s + budget_s, None, device)
     found: dict[Level, list[CollectiveTable]] = {}
     interference: dict[Level, float] = {}
     for number, kind in enumerate(kinds):
         progress(f"{kind.level} groups of {len(kind.groups[0])}", number / len(kinds))
-        measured = _measured(kind, device, budget_s / len(kinds))
+        measured = _measured(kind, device, deadline.slice_s(len(kinds) - number))
         if measured is not None:
             curves, ratio = measured
             found.setdefault(kind.level, []).extend(curves)
             interference[kind.level] = ratio
-    host = hook_seconds(device, slice_s=budget_s / 50) if dist.get_world_size() == 2 else {}
     if profile is not None:
         origin = measured_origin(device)
         profile = _with_links(profile, found, interference, f"{profile.name} {backend}", origin)
@@ -165,9 +172,10 @@ def _measured(
     own = [g for g, ranks in zip(made, kind.groups, strict=True) if rank in ranks]
     result = None
     if own:
-        rows = collective_rows(own[0], device, budget_s=budget_s)
-        curves = tables_of(rows, len(kind.groups[0]), "collectives", kind.ranks_per_node)
-        result = curves, interference_ratio(own[0], device)
+        deadline = common_deadline(time.time() + budget_s, own[0], device)
+        ratio = interference_ratio(own[0], device)
+        rows = collective_rows(own[0], device, deadline=deadline)
+        result = tables_of(rows, len(kind.groups[0]), "collectives", kind.ranks_per_node), ratio
     dist.barrier()
     for group in own:
         dist.destroy_process_group(group)

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from autoplan.profiles.budgets import Deadline
 from autoplan.profiles.tables import COLLECTIVES, Collective
 
-__all__ = ["SIZES_BYTES", "collective_rows", "interference_ratio"]
+__all__ = ["SIZES_BYTES", "collective_rows", "common_deadline", "interference_ratio"]
 
-SIZES_BYTES = (2**12, 2**16, 2**19, 2**22, 2**24, 2**26)
+SIZES_BYTES = (2**12, 2**22, 2**19, 2**24, 2**16, 2**26)  # the most informative first
+LEAST_POINTS = 2  # one small and one large all_reduce: a latency and a bandwidth
 WARM_UP_CALLS = 5
 MIN_REPEATS, MAX_REPEATS = 3, 21
 SMALL_BYTES, SMALL_CALLS = 2**20, 5  # small calls in a row: ranks leave a barrier at other times
@@ -23,11 +25,32 @@ OVERLAP_BYTES, OVERLAP_REPEATS = 2**24, 7
 PRODUCT_SIZE = {"cpu": 256, "cuda": 4096}
 
 
+def common_deadline(ends_s: float, group: Any, device: Any) -> Deadline:
+    """Return a deadline that all ranks of a group reach at once: its clock is the latest of theirs.
+
+    Every rank must ask for the time equally often.
+
+    Args:
+        ends_s: by `time.time()`; the latest of the ranks' counts.
+        group: process group of this rank; None: all ranks.
+        device: where its collectives run.
+    """
+    import torch
+    import torch.distributed as dist
+
+    def latest_s(own_s: float) -> float:
+        value = torch.tensor(own_s, device=device, dtype=torch.float64)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+        return float(value)
+
+    return Deadline(ends_s=latest_s(ends_s), clock=lambda: latest_s(time.time()))
+
+
 def collective_rows(
     group: Any,
     device: Any,
     *,
-    budget_s: float,
+    deadline: Deadline,
     sizes: Sequence[int] = SIZES_BYTES,
     collectives: Sequence[Collective] = COLLECTIVES,
 ) -> dict[str, list[tuple[int, float]]]:
@@ -36,21 +59,23 @@ def collective_rows(
     Args:
         group: process group of this rank; None: all ranks.
         device: where the buffers are.
-        budget_s: seconds for all.
-        sizes: bytes of the whole buffers.
-        collectives: which ones.
+        deadline: `common_deadline` of the group; two sizes of the first collective are measured in
+            any case.
+        sizes: bytes of the whole buffers, the most informative first.
+        collectives: which ones, the most informative first.
     """
     import torch.distributed as dist
 
-    rows: dict[str, list[tuple[int, float]]] = {}
     wanted = [c for c in collectives if c != "send" or dist.get_world_size(group) == 2]
-    slice_s = budget_s / max(1, len(wanted) * len(sizes))
-    for collective in wanted:
-        for nbytes in sizes:
-            time_s = _measure(collective, nbytes, group, device, slice_s)
-            if time_s is not None:
-                rows.setdefault(collective, []).append((nbytes, time_s))
-    return rows
+    first = [(wanted[0], nbytes) for nbytes in sizes[:LEAST_POINTS]]
+    others = [(c, nbytes) for nbytes in sizes for c in wanted if (c, nbytes) not in first]
+    slice_s = deadline.slice_s(len(first) + len(others))
+    rows: dict[str, list[tuple[int, float]]] = {}
+    for collective, nbytes in deadline.points([*first, *others], least=len(first)):
+        time_s = _measure(collective, nbytes, group, device, slice_s)
+        if time_s is not None:
+            rows.setdefault(collective, []).append((nbytes, time_s))
+    return {collective: sorted(found) for collective, found in rows.items()}
 
 
 def interference_ratio(group: Any, device: Any) -> float:

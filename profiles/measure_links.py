@@ -9,19 +9,22 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from autoplan.errors import ProfileError
+from autoplan.profiles.budgets import Deadline
 from autoplan.profiles.link import Level, LinkProfile
 from autoplan.profiles.origin import Origin
+from autoplan.profiles.stopping import is_stopped
 from autoplan.profiles.tables import COLLECTIVES, CollectiveTable
 
-__all__ = ["MeasuredGroup", "link_of", "measure_group"]
+__all__ = ["MeasuredGroup", "link_of", "measure_group", "measure_groups"]
 
-START_UP_S = 180.0  # torchrun, importing torch in every process, rendezvous; on a busy machine
-HOST_SHARE = 0.2  # of the budget, for what the host takes around collectives
+START_UP_S = 180.0  # torchrun, importing torch in every process, rendezvous; at most
+HOST_SHARE = 0.2  # of the time left after the start, for what the host takes around collectives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +35,48 @@ class MeasuredGroup:
         curves: of every collective that the backend has.
         interference: of products and an all_reduce; None: not measured.
         host: `host.*.seconds` around collectives, of groups of two.
+        least_s: seconds for starting the processes and for what is measured in any case.
     """
 
     curves: tuple[CollectiveTable, ...]
     interference: float | None = None
     host: Mapping[str, float] = field(default_factory=dict)
+    least_s: float = 0.0
+
+
+def measure_groups(
+    degrees: Sequence[int],
+    *,
+    deadline: Deadline,
+    backend: str = "gloo",
+    progress: Callable[[str], None] = lambda message: None,
+) -> tuple[MeasuredGroup, ...]:
+    """Return what groups of processes of this machine take, the first one in any case.
+
+    A larger group is started where it can end in time: at least as long as the one before it took
+    before it could measure more than it must, and longer where processes share cores.
+
+    Args:
+        degrees: of the groups, rising.
+        deadline: of all.
+        backend: as in `measure_group`.
+        progress: told about each group.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    groups: list[MeasuredGroup] = []
+    for index, degree in enumerate(degrees):
+        name = f"collectives of {degree} processes"
+        progress(name)
+        if is_stopped():
+            break
+        if groups:
+            crowding = max(1.0, degree / cores) / max(1.0, degrees[index - 1] / cores)
+            if groups[-1].least_s * crowding > deadline.left_s:
+                progress(f"{name} left out: no time to start them")
+                break
+        budget_s = deadline.left_s * degree / sum(degrees[index:])
+        groups.append(measure_group(degree, budget_s=budget_s, backend=backend))
+    return tuple(groups)
 
 
 def measure_group(
@@ -48,7 +88,7 @@ def measure_group(
 
     Args:
         degree: processes to start on this machine, at least 2.
-        budget_s: seconds for measuring; starting up comes on top.
+        budget_s: seconds for starting up and measuring; a few points are measured in any case.
         backend: `gloo`, or `nccl` with one GPU per process.
         origin: id of the origin of the rows.
 
@@ -59,13 +99,16 @@ def measure_group(
         out = Path(folder) / "rows.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(degree), "-m", "autoplan.profiles.measure_links"]
-        command += ["--out", str(out), "--backend", backend, "--budget-s", str(budget_s)]
+        begun_s = time.time()  # the one clock that all processes have
+        command += ["--out", str(out), "--backend", backend]
+        command += ["--begun-s", repr(begun_s), "--budget-s", repr(budget_s)]
         _run(command, START_UP_S + 3 * budget_s)
         found = json.loads(out.read_text(encoding="utf-8"))
     return MeasuredGroup(
         curves=tables_of(found["rows"], degree, origin),
         interference=found["interference"],
         host=found["host"],
+        least_s=found["least_s"],
     )
 
 
@@ -169,13 +212,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="worker of measure_group")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
-    parser.add_argument("--budget-s", type=float, default=5.0)
+    parser.add_argument("--begun-s", type=float, required=True)
+    parser.add_argument("--budget-s", type=float, required=True)
     options = parser.parse_args(arguments)
 
     import torch
     import torch.distributed as dist
 
-    from autoplan.profiles.measure_groups import collective_rows, interference_ratio
+    from autoplan.profiles.measure_groups import (
+        collective_rows,
+        common_deadline,
+        interference_ratio,
+    )
     from autoplan.profiles.measure_hooks import hook_seconds
 
     torch.set_num_threads(1)
@@ -184,13 +232,15 @@ def main(arguments: list[str] | None = None) -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group(options.backend)
-    rows = collective_rows(None, device, budget_s=options.budget_s)
+    deadline = common_deadline(options.begun_s + options.budget_s, None, device)
     interference = interference_ratio(None, device)
     host: dict[str, float] = {}
     if dist.get_world_size() == 2:
-        host = hook_seconds(device, slice_s=HOST_SHARE * options.budget_s / 5)
+        host = hook_seconds(device, slice_s=HOST_SHARE * deadline.left_s / 5)
+    least_s = time.time() - options.begun_s
+    rows = collective_rows(None, device, deadline=deadline)
     if dist.get_rank() == 0:
-        found = {"rows": rows, "interference": interference, "host": host}
+        found = {"rows": rows, "interference": interference, "host": host, "least_s": least_s}
         options.out.write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()

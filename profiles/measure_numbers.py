@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from autoplan.profiles.measure_ops import measure_peak, until
+from autoplan.profiles.budgets import Deadline
+from autoplan.profiles.measure_ops import measure_peak
 from autoplan.profiles.timing import Stopwatch
 
 __all__ = ["measure_extras", "measure_tensor_core_peaks"]
@@ -22,7 +23,7 @@ GEMM_SIZE = 1024
 def measure_extras(
     device: Any,
     *,
-    deadline: float,
+    deadline: Deadline,
     slice_s: float,
     progress: Progress = lambda message: None,
 ) -> dict[str, float]:
@@ -35,13 +36,13 @@ def measure_extras(
 
     Args:
         device: a `torch.device`.
-        deadline: `time.monotonic()` at which to stop.
+        deadline: when to stop.
         slice_s: seconds for one number.
         progress: told about each.
     """
     watch = Stopwatch(device=device, slice_s=slice_s)
     found: dict[str, float] = {}
-    for name, measure in until(deadline, list(_points(device, watch))):
+    for name, measure in deadline.points(list(_points(device, watch))):
         progress(name)
         found[name] = float(f"{measure():.4g}")
     return found

@@ -10,7 +10,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from autoplan.profiles.measure_ops import coarse_first, until
+from autoplan.profiles.budgets import Deadline
+from autoplan.profiles.measure_ops import coarse_first
 from autoplan.profiles.rotation import rotating
 from autoplan.profiles.tables import ATTENTION_DIRECTIONS, OP_CLASSES, OpClassTable
 from autoplan.profiles.timing import Stopwatch
@@ -30,7 +31,7 @@ def measure_classes(
     device: Any,
     dtype: str,
     *,
-    deadline: float,
+    deadline: Deadline,
     slice_s: float,
     origin: str,
     known: Sequence[OpClassTable] = (),
@@ -42,7 +43,7 @@ def measure_classes(
     Args:
         device: a `torch.device`.
         dtype: name such as `float32`.
-        deadline: `time.monotonic()` at which to stop.
+        deadline: when to stop.
         slice_s: seconds for one direction of one point.
         origin: id of the origin of the rows.
         sizes: rows and widths; None: those of the device's kind.
@@ -60,7 +61,7 @@ def measure_classes(
     makers = _makers(torch, device, getattr(torch, dtype))
     grid = coarse_first(list(itertools.product(itertools.product(*sizes), OP_CLASSES)))
     grid = [p for p in grid if p[0] not in rows.get((p[1], "forward"), {})]
-    for (count, width), name in until(deadline, grid):
+    for (count, width), name in deadline.points(grid):
         if count * width > MOST_NUMBERS:
             continue
         progress(f"{dtype} {name} {count} x {width}")

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from autoplan.profiles.budgets import Deadline
 from autoplan.profiles.rotation import rotating
-from autoplan.profiles.stopping import is_stopped
 from autoplan.profiles.tables import (
     ATTENTION_DIRECTIONS,
     GEMM_DIRECTIONS,
@@ -34,7 +33,6 @@ __all__ = [
     "measure_memory",
     "measure_optimizer_bytes_per_s",
     "measure_peak",
-    "until",
 ]
 
 T = TypeVar("T")
@@ -58,7 +56,7 @@ def measure_gemm(
     device: Any,
     dtype: str,
     *,
-    deadline: float,
+    deadline: Deadline,
     slice_s: float,
     origin: str,
     shapes: Sequence[tuple[int, int, int]] = (),
@@ -70,7 +68,7 @@ def measure_gemm(
     Args:
         device: a `torch.device`.
         dtype: name such as `float32`.
-        deadline: `time.monotonic()` at which to stop.
+        deadline: when to stop.
         slice_s: seconds for one point.
         origin: id of the origin of the rows.
         shapes: (m, n, k) to measure before the grid.
@@ -87,7 +85,7 @@ def measure_gemm(
         if table.dtype == dtype:
             rows[table.direction] = {(m, n, k): rate for m, n, k, rate in table.rows}
     grid = [point for point in grid if point not in rows.get("wgrad", {})]
-    for m, n, k in until(deadline, grid):
+    for m, n, k in deadline.points(grid):
         progress(f"{dtype} gemm {m} x {n} x {k}")
         for direction in GEMM_DIRECTIONS:
             run = _products(torch, device, getattr(torch, dtype), direction, m, n, k)
@@ -141,7 +139,7 @@ def measure_attention(
     device: Any,
     dtype: str,
     *,
-    deadline: float,
+    deadline: Deadline,
     slice_s: float,
     origin: str,
     known: Sequence[AttentionTable] = (),
@@ -159,7 +157,7 @@ def measure_attention(
     there = {row[:3] for row in rows.get(("backward", True), ())}
     grid = [p for p in itertools.product(*sizes) if p[0] * p[2] <= MAX_ATTENTION_ROWS]
     grid = [p for p in grid if p not in there]
-    for seq, head_dim, groups in until(deadline, coarse_first(grid)):
+    for seq, head_dim, groups in deadline.points(coarse_first(grid)):
         progress(f"{dtype} attention of {groups} heads, {seq} x {head_dim}")
         for is_causal in (False, True):
             runs = _attention_runs(
@@ -206,7 +204,7 @@ def _attention_runs(
 
 
 def measure_memory(
-    device: Any, *, deadline: float, slice_s: float, origin: str
+    device: Any, *, deadline: Deadline, slice_s: float, origin: str
 ) -> tuple[MemoryTable, ...]:
     """Return the speeds of copies from 64 KiB to 64 MiB (CUDA: to 1 GiB) read and written."""
     import torch
@@ -215,7 +213,7 @@ def measure_memory(
     rows: list[tuple[int, float]] = []
     largest = 29 if device.type == "cuda" else 25
     sizes = [2**exponent for exponent in range(15, largest + 1, 2)]
-    for size in until(deadline, sizes[::-1]):
+    for size in deadline.points(sizes[::-1]):
         copies = rotating(
             device,
             2 * size,
@@ -258,14 +256,6 @@ def coarse_first(points: list[T]) -> list[T]:
     bits = max(1, (len(points) - 1).bit_length())
     order = sorted(range(len(points)), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
     return [points[i] for i in order]
-
-
-def until(deadline: float, points: Iterable[T]) -> Iterator[T]:
-    """Yield points until the deadline has passed or somebody stops, the first one in any case."""
-    for index, point in enumerate(points):
-        if index and (is_stopped() or time.monotonic() > deadline):
-            return
-        yield point
 
 
 def _rounded(rate: float) -> float:

@@ -15,6 +15,7 @@ import torch
 from autoplan.cluster import Cluster
 from autoplan.errors import ProfileError
 from autoplan.profiles import load_profile
+from autoplan.profiles.budgets import Deadline
 from autoplan.profiles.measure import measure_device, profile_command
 from autoplan.profiles.measure_links import measure_group
 from autoplan.profiles.measure_numbers import measure_extras
@@ -26,6 +27,10 @@ from autoplan.times import Tally, Timer
 from autoplan.tracer import trace
 
 HAS_CUDA = torch.cuda.is_available()
+
+
+def a_minute() -> Deadline:
+    return Deadline(ends_s=time.monotonic() + 60.0)
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="this machine has a CUDA device")
@@ -65,9 +70,10 @@ def test_shapes_of_a_model_are_measured_first() -> None:
 
 
 def test_collectives_between_two_processes_are_measured() -> None:
-    found = measure_group(2, budget_s=1.0)
+    found = measure_group(2, budget_s=1.0)  # over before the processes are there: the least
     by_name = {curve.collective: curve for curve in found.curves}
-    assert {"all_reduce", "all_gather", "reduce_scatter", "send"} <= set(by_name)
+    assert [nbytes for nbytes, _ in by_name["all_reduce"].rows] == [2**12, 2**22]
+    assert found.least_s > 0
     assert found.interference is not None
     assert found.interference >= 1.0
     names = ("sharded_block", "gather", "reduce", "pipeline_action")
@@ -89,14 +95,15 @@ def test_ctrl_c_keeps_what_was_measured_and_the_next_run_goes_on(tmp_path: Path)
 
     def interrupt(message: str, fraction: float) -> None:
         told.append(message)
-        if len(told) == 5:
+        if len(told) == 1:
             signal.raise_signal(signal.SIGINT)
 
     with stoppable() as stop:
         profile_command("cpu", file, budget_s=20.0, progress=interrupt)
     assert stop.is_asked
     few = load_profile(file)
-    assert few.intra is None  # links would have been measured last
+    assert told[0] == "collectives of 2 processes"
+    assert few.intra is None
     before = signal.getsignal(signal.SIGINT)
     with stoppable() as stop:
         profile_command("cpu", file, budget_s=0.5, with_links=False)
@@ -167,7 +174,7 @@ def test_a_second_run_goes_on_with_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_class_of_ops_can_be_measured_both_ways(dtype: str) -> None:
     tables = measure_classes(
-        torch.device("cpu"), dtype, deadline=time.monotonic() + 60.0, slice_s=1e-6,
+        torch.device("cpu"), dtype, deadline=a_minute(), slice_s=1e-6,
         origin="measured", sizes=((8,), (16,)),
     )  # fmt: skip
     found = {(table.op_class, table.direction) for table in tables}
@@ -176,7 +183,7 @@ def test_every_class_of_ops_can_be_measured_both_ways(dtype: str) -> None:
 
 
 def test_single_numbers_name_their_unit_and_origin() -> None:
-    found = measure_extras(torch.device("cpu"), deadline=time.monotonic() + 60.0, slice_s=1e-6)
+    found = measure_extras(torch.device("cpu"), deadline=a_minute(), slice_s=1e-6)
     assert {"optimizer.adamw.fused.parameters_per_s", "context_bytes"} <= set(found)
     assert "host_copy.pageable.to_host.bytes_per_s" in found
     assert all(value > 0 and name.endswith(("_bytes", "_per_s")) for name, value in found.items())

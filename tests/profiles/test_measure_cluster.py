@@ -60,7 +60,7 @@ def test_ranks_of_a_job_measure_the_links_between_nodes(tmp_path: Path) -> None:
     after = load_profile(path)
     assert (after.intra, after.gemm) == (before.intra, before.gemm)
     assert after.inter is not None
-    assert {"all_reduce", "send"} <= {curve.collective for curve in after.inter.curves}
+    assert "all_reduce" in {curve.collective for curve in after.inter.curves}
     assert after.inter.interference is not None
     assert after.inter.origins["interference"].kind == "measured"
     assert after.host.sharded_block > 0
