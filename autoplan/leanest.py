@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -70,6 +71,7 @@ def least_within(planner: Planner, *, is_any_enough: bool) -> Least | None:
     settings = runnable or every
     # Stages beside a rank's first only add to what it holds.
     settings = [s for s in settings if s.virtual_stages == 1] or settings
+    settings = _of_unlike_memory(planner, settings)
     smallest = min(s.microbatch_size for s in settings)
     best: Least | None = None
     stages = (0, 3) if "zero_stage" not in planner.pins else (0, 1, 2, 3)
@@ -86,6 +88,20 @@ def least_within(planner: Planner, *, is_any_enough: bool) -> Least | None:
         if is_any_enough and best.excess_bytes <= 0:
             break
     return best
+
+
+def _of_unlike_memory(planner: Planner, settings: Sequence[Setting]) -> list[Setting]:
+    """Return the settings without those that are not leaner than an earlier one.
+
+    Replicas shard less, split backwards keep more. Where ranks lie matters to unlike devices only.
+    """
+    if planner.cluster.slower:
+        return list(settings)
+    found: dict[tuple[object, ...], Setting] = {}
+    for s in settings:
+        degrees = (s.dp, s.tp, s.pp, s.num_microbatches, s.virtual_stages)
+        found.setdefault((degrees, s.zero_stage, s.offload), s)
+    return list(found.values())
 
 
 def _least_of(planner: Planner, setting: Setting) -> Least:

@@ -6,7 +6,7 @@ fits; `optimize` falls back to that plan, so what is printed here can be followe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from autoplan.errors import AutoplanError, InfeasibleError
 from autoplan.leanest import Least, least_within
 from autoplan.limits import Limits, constraint_texts, kept_constraints
 from autoplan.profiles.catalog import list_profiles, load_profile
-from autoplan.settings import OFFLOADS
+from autoplan.settings import NO_LIMITS, OFFLOADS
 from autoplan.units import format_bytes, format_bytes_up
 
 if TYPE_CHECKING:
@@ -93,13 +93,14 @@ def infeasible_error(planner: Planner, least: Least) -> InfeasibleError:
     category, amount = max(least.stage.by_category.items(), key=lambda item: item[1])
     need = least.need_bytes
     trials = Trials(planner)
-    found = find_remedies(trials, need)
+    conflict = conflicting(trials)
+    found = find_remedies(trials, need, has_any=bool(conflict))
     lines = [
         f"no plan fits: the leanest one found ({least.setting}) needs {format_bytes_up(need)} a "
         f"device (at {least.stage.instant}), but {planner.cluster} has "
         f"{format_bytes(least.capacity_bytes)} ({format_bytes(least.excess_bytes)} too little); "
         f"the largest part is {category} with {format_bytes(amount)}",
-        *conflict_lines(trials),
+        _conflict_line(planner, conflict),
         *(f"remedy: {remedy}" for remedy in found),
     ]
     return InfeasibleError(
@@ -111,35 +112,49 @@ def infeasible_error(planner: Planner, least: Least) -> InfeasibleError:
     )
 
 
-def conflict_lines(trials: Trials) -> list[str]:
-    """Return which constraints conflict with the memory of a device, in words.
+def conflicting(trials: Trials) -> list[str]:
+    """Return which constraints conflict with the memory of a device, by name.
 
     They are the user's, the number of devices and, on GPUs, that nothing lies in host memory. The
     set is irreducible: each was kept because without it, and with the others, a plan fits. Without
-    a number of devices there are as many as remedies try at most.
+    a number of devices there are as many as remedies try at most. Empty: nothing fits even so.
     """
-    planner = trials.planner
-    texts = constraint_texts(planner.pins, planner.limits)
-    texts[_DEVICES] = f"{planner.cluster.world_size} devices"
-    if _may_offload(planner):
-        texts[_HOST] = "nothing in host memory"
+    texts = _texts(trials.planner)
     kept = list(texts)
+    if not _fits_under(trials, ()):
+        return []
     for name in texts:
         fewer = [other for other in kept if other != name]
         if not _fits_under(trials, fewer):
             kept = fewer
+    return kept
+
+
+def _texts(planner: Planner) -> dict[str, str]:
+    """Return all constraints in words, those that nobody has to state too."""
+    texts = constraint_texts(planner.pins, planner.limits)
+    count = planner.cluster.world_size
+    texts[_DEVICES] = f"{count} device" + "s" * (count > 1)
+    if _may_offload(planner):
+        texts[_HOST] = "nothing in host memory"
+    return texts
+
+
+def _conflict_line(planner: Planner, names: Sequence[str]) -> str:
+    """Return the conflict in words."""
+    texts = _texts(planner)
     memory = f"{format_bytes(planner.cluster.total_bytes)} a device"
-    if not kept:
-        most = _most_devices(planner.cluster)
-        without = ", ".join(texts[name] for name in texts if name not in (_DEVICES, _HOST))
-        host = ", with all that may lie in host memory" if _HOST in texts else ""
-        free = f" and without {without}" if without else ""
-        return [f"conflict: {memory} alone: nothing fits on {most.world_size} either{host}{free}"]
-    *others, last = (memory, *(texts[name] for name in kept))
-    return [
-        f"conflict: {', '.join(others)} and {last} do not go together; without any one of them a "
-        "plan fits"
-    ]
+    if names:
+        *others, last = (memory, *(texts[name] for name in names))
+        return (
+            f"conflict: {', '.join(others)} and {last} do not go together; without any one of them "
+            "a plan fits"
+        )
+    most = f"{_most_devices(planner.cluster).world_size} devices"
+    free = [text for name, text in texts.items() if name not in (_DEVICES, _HOST)]
+    changes = [most, *["all that may lie in host memory"] * (_HOST in texts)]
+    changes += [f"without {' and '.join(free)}"] * bool(free)
+    return f"conflict: {memory} alone, nothing fits with {', '.join(changes)} either"
 
 
 def _fits_under(trials: Trials, names: Collection[str]) -> bool:
@@ -160,21 +175,23 @@ def _most_devices(cluster: Cluster) -> Cluster:
     return most
 
 
-def find_remedies(trials: Trials, need: int) -> tuple[str, ...]:
+def find_remedies(trials: Trials, need: int, *, has_any: bool = True) -> tuple[str, ...]:
     """Return changes that were each planned for and fit, the smallest of their kind.
 
     Args:
         trials: of a problem that does not fit.
         need: bytes of a device that its plan of least memory takes.
+        has_any: something else than the memory of a device can be changed so that a plan fits.
     """
     planner = trials.planner
     found = [f"device memory of {format_bytes_up(need)} on the same devices"]
-    found += _unpinned(trials)
-    found += _offloaded(trials)
-    for cluster in _larger(planner.cluster):
-        if trials.fits(cluster=cluster):
-            found.append(f"{cluster.world_size} devices ({cluster})")
-            break
+    if has_any:
+        found += _unpinned(trials)
+        found += _offloaded(trials)
+        for cluster in _larger(planner.cluster):
+            if trials.fits(cluster=cluster):
+                found.append(f"{cluster.world_size} devices ({cluster})")
+                break
     for cluster in _other_devices(planner.cluster):
         if trials.fits(cluster=cluster):
             found.append(f"devices of {format_bytes(cluster.total_bytes)} each ({cluster})")
@@ -183,18 +200,21 @@ def find_remedies(trials: Trials, need: int) -> tuple[str, ...]:
 
 
 def _unpinned(trials: Trials) -> list[str]:
-    """Return the first single pin that stands in the way, or all of them together."""
-    pins = trials.planner.pins
+    """Return a smaller micro-batch, every constraint that alone is in the way, or all together."""
+    pins, limits = trials.planner.pins, trials.planner.limits
     size = pins.get("microbatch_size", 1)
     for smaller in (s for s in (size // 2, size // 4, 1) if 0 < s < size):
         if trials.fits(pins={**pins, "microbatch_size": smaller}):
             return [f"microbatch_size={smaller} in place of {size}"]
-    for name, value in pins.items():
-        if trials.fits(pins={k: v for k, v in pins.items() if k != name}):
-            return [f"without the pin {name}={value}"]
-    if len(pins) > 1 and trials.fits(pins={}):
-        return ["without the pins " + ", ".join(f"{k}={v}" for k, v in pins.items())]
-    return []
+    texts = constraint_texts(pins, limits)
+    found = []
+    for name, text in texts.items():
+        own, left = kept_constraints(pins, limits, [other for other in texts if other != name])
+        if trials.fits(pins=own, limits=left):
+            found.append(f"without the {'pin' if name.startswith('pin ') else 'limit'} {text}")
+    if not found and len(texts) > 1 and trials.fits(pins={}, limits=NO_LIMITS):
+        found.append(f"without {', '.join(texts.values())}")
+    return found
 
 
 def _offloaded(trials: Trials) -> list[str]:

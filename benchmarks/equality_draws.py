@@ -52,7 +52,7 @@ from autoplan.schedules import MULTI_STAGE, unrunnable_split
 from autoplan.sharding import check_axes, layout_parameters, shard_options
 from autoplan.shared_writes import changed_states
 from autoplan.stage_check import are_separate
-from benchmarks.equality_families import FAMILIES, build
+from benchmarks.equality_families import FAMILIES, TOKENS, build
 from benchmarks.equality_reference import Result, differences, reference
 from benchmarks.worker_pool import WorkerPool
 from tests.layouts import agreeing_axes, prefer_axes, random_axes, shared_states
@@ -85,6 +85,8 @@ class Draw:
     """One model, plan and batch; everything that is not a field follows from `seed`.
 
     With `slices_shared` parameters of several calls lie in slices, where all can read the same.
+    With `is_shortened` the batch of the second step has fewer tokens than that of the plan, where
+    the family has tokens.
     """
 
     family: str
@@ -104,6 +106,7 @@ class Draw:
     num_chunks: int = 1
     offload: Literal["none", "optimizer"] = "none"
     slices_shared: bool = False
+    is_shortened: bool = False
 
     @property
     def world_size(self) -> int:
@@ -129,6 +132,8 @@ def draws(draw: st.DrawFn, family: str) -> Draw:
     if schedule in MULTI_STAGE and num_microbatches > pp:
         num_microbatches = 2 * pp  # whole rounds
     shards = [dp // n for n in (2, 4) if dp % n == 0 and n < dp]
+    layout: Any = draw(st.sampled_from(("whole", "megatron", "random"))) if tp > 1 else "whole"
+    may_shorten = layout != "random"  # which may slice tokens that do not divide then
     return Draw(
         family=family,
         dp=dp,
@@ -138,7 +143,7 @@ def draws(draw: st.DrawFn, family: str) -> Draw:
         microbatch_size=draw(st.integers(1, 2)),
         num_microbatches=num_microbatches,
         schedule=schedule,
-        layout=draw(st.sampled_from(("whole", "megatron", "random"))) if tp > 1 else "whole",
+        layout=layout,
         recompute=recompute,
         optimizer=draw(st.sampled_from(("sgd", "adamw"))),
         seed=draw(st.integers(0, 2**16)),
@@ -147,6 +152,7 @@ def draws(draw: st.DrawFn, family: str) -> Draw:
         num_chunks=num_chunks,
         offload=draw(st.sampled_from(("none", "optimizer"))) if zero_stage == 3 else "none",
         slices_shared=draw(st.booleans()) if tp > 1 else False,
+        is_shortened=draw(st.sampled_from((False, False, True))) if may_shorten else False,
     )
 
 
@@ -309,6 +315,8 @@ def run_draw(rank: int, draw: Draw) -> list[str]:
     family = FAMILIES[draw.family]
     generator = torch.Generator().manual_seed(draw.seed)
     batches = [family.batch(draw.rows, generator) for _ in range(3)]
+    if draw.is_shortened:
+        batches[1] = shortened(batches[1])
     program = program_of(draw.family, draw.microbatch_size)
     with (
         unittest.mock.patch("autoplan.recapture.capture", return_value=program),
@@ -353,6 +361,13 @@ def run_draw(rank: int, draw: Draw) -> list[str]:
     loose = family.sums_in_float32 or (family.computes_in_float32 and is_random)
     tolerance = FLOAT32_TOLERANCE if loose else TOLERANCE
     return [*misplaced, *differences(got, expected, tolerance)]
+
+
+def shortened(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a batch without the last tokens of its rows, if it has tokens."""
+    if not all(leaf.dim() > 1 and leaf.shape[1] == TOKENS for leaf in batch.values()):
+        return dict(batch)
+    return {key: leaf[:, : TOKENS - 3].contiguous() for key, leaf in batch.items()}
 
 
 def _misplaced_chunks(

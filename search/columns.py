@@ -9,7 +9,9 @@ solution with once <= T, and leaves
     least_once .. once - 1      no faster than that solution
     T + 1 .. most_once          as it was
 
-Solutions in between cost more of both. So with options that do not differ in `once` each stage is
+Solutions in between cost more of both. Where prices alone do not prove a solution the first time,
+least_once .. T is no faster than they say: often more than cuts want to pay. Only a region that
+they ask for again is solved by CP-SAT. So with options that do not differ in `once` each stage is
 solved once, and with others the regions that cuts ask for are halved until they cost too much.
 """
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import time as clock
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +27,7 @@ from numpy.typing import NDArray
 from autoplan.search.evaluate import rounded_up
 from autoplan.search.partition import UNREACHABLE, Columns
 from autoplan.search.problem import SLOWNESS_UNIT, PipelineProblem, Run
-from autoplan.search.stage import StageSolution, solve_stage
+from autoplan.search.stage import StageSolution, solve_stage, stage_by_prices
 
 __all__ = ["Column", "KnownStages", "StageKey", "StageTable", "stage_runs"]
 
@@ -44,12 +46,14 @@ class Column:
         time: ticks without the borders; of a region a lower bound.
         least_once: ticks; of a solution its own.
         most_once: ticks; of a solution its own.
+        is_priced: prices tell no more about this region.
     """
 
     time: int
     least_once: int
     most_once: int
     counts: tuple[tuple[int, ...], ...] = ()
+    is_priced: bool = False
 
 
 class StageTable:
@@ -119,48 +123,72 @@ class StageTable:
         self, key: StageKey, region: Column, *, deadline: float, seed: int, workers: int
     ) -> None:
         """Put the fastest solution of (half) a region, and what is left of it, in its place."""
-        live, room, counts = key
         self.num_solved += 1
         limit = region.most_once
-        if any(column.counts for column in self._columns[key]):
+        if not region.is_priced and any(column.counts for column in self._columns[key]):
             half = (region.least_once + region.most_once) // 2
             limit = half - half % self.problem.once_grain
-        found = self.known.get((key, limit))
-        if found is None:
-            found = solve_stage(
-                stage_runs(self.problem, counts),
-                live,
-                room,
-                limit,
-                time_limit_s=max(deadline - clock.monotonic(), 0.0),
-                seed=seed,
-                workers=workers,
-                grain=self.problem.grain,
-            )
-            if found.status in ("optimal", "infeasible"):
-                self.known[key, limit] = found
-        grain, once_grain = self.problem.grain, self.problem.once_grain
+        found = self._priced(key, limit)
+        if region.is_priced and found.status not in ("optimal", "infeasible"):
+            found = self._solved(key, limit, deadline=deadline, seed=seed, workers=workers)
         left = [column for column in self._columns[key] if column is not region]
         if limit < region.most_once:
-            left.append(
-                Column(time=region.time, least_once=limit + once_grain, most_once=region.most_once)
-            )
-        below = limit
-        if found.counts:
-            once = rounded_up(found.once, once_grain)
-            left.append(
-                Column(
-                    time=rounded_up(found.time, grain),
-                    least_once=once,
-                    most_once=once,
-                    counts=found.counts,
-                )
-            )
-            below = once - once_grain if found.status == "optimal" else limit
-        if found.status != "infeasible" and region.least_once <= below:
-            time = max(region.time, rounded_up(found.bound, grain))
-            left.append(Column(time=time, least_once=region.least_once, most_once=below))
-        self._columns[key] = left
+            above = limit + self.problem.once_grain
+            left.append(replace(region, least_once=above))
+        self._columns[key] = left + self._below(region, limit, found)
+
+    def _priced(self, key: StageKey, limit: int) -> StageSolution:
+        """Return what is known of a stage with so many ticks of `once`, at the least by prices."""
+        if (key, limit) not in self.known:
+            live, room, counts = key
+            runs = stage_runs(self.problem, counts)
+            self.known[key, limit] = stage_by_prices(runs, live, room, limit, self.problem.grain)
+        return self.known[key, limit]
+
+    def _solved(
+        self, key: StageKey, limit: int, *, deadline: float, seed: int, workers: int
+    ) -> StageSolution:
+        """Return the solution of a stage with so many ticks of `once`, as far as there is time."""
+        live, room, counts = key
+        found = solve_stage(
+            stage_runs(self.problem, counts),
+            live,
+            room,
+            limit,
+            time_limit_s=max(deadline - clock.monotonic(), 0.0),
+            seed=seed,
+            workers=workers,
+            grain=self.problem.grain,
+        )
+        if found.status in ("optimal", "infeasible"):
+            self.known[key, limit] = found
+        return found
+
+    def _below(self, region: Column, limit: int, found: StageSolution) -> list[Column]:
+        """Return the columns of a region up to a limit, under which this was found."""
+        grain, once_grain = self.problem.grain, self.problem.once_grain
+        is_settled = found.status in ("optimal", "infeasible")
+        if found.status == "infeasible":
+            return []
+        time = max(region.time, rounded_up(found.bound, grain))
+        rest = Column(
+            time=time,
+            least_once=region.least_once,
+            most_once=limit,
+            is_priced=not is_settled,
+        )
+        if not found.counts or not (is_settled or region.is_priced):
+            return [rest]
+        once = rounded_up(found.once, once_grain)
+        solution = Column(
+            time=rounded_up(found.time, grain),
+            least_once=once,
+            most_once=once,
+            counts=found.counts,
+        )
+        if is_settled:
+            rest = replace(rest, most_once=once - once_grain)
+        return [solution, rest] if rest.least_once <= rest.most_once else [solution]
 
     def _replace_by_region(self, key: StageKey, place: tuple[int, int, int]) -> None:
         """Give a stage its first column, wherever blocks of these counts may lie."""

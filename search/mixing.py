@@ -9,31 +9,26 @@ strikes, ticks of `once` get a price p that is bisected:
 
     time >= relaxed (time + p once) - p most_once        for every p >= 0
 
-What lies between the solution and the bound is enumerated block by block (_better): with the price
-r of memory at which the relaxation ends, the (held, time) of the first blocks is followed only if
-
-    time + r held + sum over later blocks of min_o (time + r held)[o] - r room  <=  what is wanted
-
-and if no other holds as little and is as fast.
+What lies little above the bound is enumerated (enumeration.py), then what lies twice as far above
+it, until there is something.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.search.enumeration import SLACK, best_within
 from autoplan.search.problem import BlockOption, Run
 
 __all__ = ["Mix", "mix_options"]
 
 _PRICE_STEPS = 16
-_SLACK = 1e-9  # of a bound in floating point, relative to it
-_MAX_LABELS = 4000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +67,23 @@ class _Relaxed:
     rate: float
 
 
-def mix_options(runs: Sequence[Run], live: int, room: int, most_once: int, grain: int = 1) -> Mix:
+def mix_options(
+    runs: Sequence[Run],
+    live: int,
+    room: int,
+    most_once: int,
+    grain: int = 1,
+    *,
+    is_thorough: bool = False,
+) -> Mix:
     """Return a mix within `room` units and `most_once` ticks of once, and a bound of its time.
 
     Where `once` does not strike and the enumeration is small, the time is the bound, but for less
     than a multiple of `grain`.
+
+    Args:
+        runs, live, room, most_once, grain: as in `stage.solve_stage`.
+        is_thorough: enumerate where `once` strikes too, and some mixes where there are many.
 
     Returns:
         The mix; without counts if none was found, which proves nothing. The bound holds for every
@@ -86,12 +93,14 @@ def mix_options(runs: Sequence[Run], live: int, room: int, most_once: int, grain
     if not found.counts:
         return found
     if found.once <= most_once:
-        return _proven_mix(runs, live, room, most_once, grain, found)
+        return _proven_mix(runs, live, room, most_once, grain, found, 0.0, is_thorough)
     best, bound, low, high = None, found.bound, 0.0, _first_price(runs)
+    best_price = 0.0
     for _ in range(_PRICE_STEPS):
         price = high if best is None else (low + high) / 2
         tried = _priced_mix(runs, live, room, price, most_once)
-        bound = max(bound, tried.bound)
+        if tried.bound > bound:
+            bound, best_price = tried.bound, price
         if tried.once > most_once:
             low, high = price, max(high, price * (2 if best is None else 1))
             continue
@@ -100,7 +109,10 @@ def mix_options(runs: Sequence[Run], live: int, room: int, most_once: int, grain
             best = tried
     if best is None:
         return Mix(counts=(), time=0, once=0, bound=bound)
-    return Mix(counts=best.counts, time=best.time, once=best.once, bound=bound)
+    best = replace(best, bound=bound)
+    if not is_thorough:
+        return best
+    return _proven_mix(runs, live, room, most_once, grain, best, best_price, is_thorough)
 
 
 def _first_price(runs: Sequence[Run]) -> float:
@@ -123,7 +135,7 @@ def _priced_mix(runs: Sequence[Run], live: int, room: int, price: float, most_on
     if best is None:
         return Mix(counts=(), time=0, once=0, bound=0)
     bound = min(level.cost for level in levels)
-    return _mix_of(runs, best[1], bound - price * most_once - abs(bound) * _SLACK)
+    return _mix_of(runs, best[1], bound - price * most_once - abs(bound) * SLACK)
 
 
 def _mix_of(runs: Sequence[Run], counts: tuple[tuple[int, ...], ...], bound: float) -> Mix:
@@ -223,69 +235,80 @@ def _points(
 
 
 def _proven_mix(
-    runs: Sequence[Run], live: int, room: int, most_once: int, grain: int, found: Mix
+    runs: Sequence[Run],
+    live: int,
+    room: int,
+    most_once: int,
+    grain: int,
+    found: Mix,
+    price: float,
+    is_thorough: bool,
 ) -> Mix:
-    """Return the best mix, proven; the one that was found if the enumeration is too large."""
-    levels = _levels(runs, live, room, 0.0)
-    for relaxed in sorted(levels, key=lambda level: level.cost):
-        wanted = (-(-found.time // grain) - 1) * grain
-        if relaxed.cost > wanted:
+    """Return the best mix, proven; one that is not if the enumeration is too large.
+
+    Args:
+        found: a mix within the limits, with a bound of all.
+        price: of `once`, with which the relaxation is near that bound.
+        is_thorough: follow some mixes where there are too many.
+        others: as in `mix_options`.
+    """
+    levels = _levels(runs, live, room, price)
+    step, bound = grain, found.bound
+    while -(-bound // grain) < -(-found.time // grain):
+        wanted = min(-(-bound // grain) * grain + step - grain, found.time - 1)
+        bound_after, is_proof = wanted + 1, True
+        for relaxed in levels:
+            counts, are_all = _best_within(
+                runs, live, relaxed, price, most_once, wanted, is_thorough
+            )
+            is_proof &= are_all
+            if counts:
+                found = _mix_of(runs, counts, bound)
+                wanted = found.time - 1
+        if not is_proof:
             break
-        better = _better(runs, live, relaxed, wanted)
-        if better is None:
-            return found
-        if better:
-            tried = _mix_of(runs, better, found.bound)
-            if tried.once > most_once:
-                return found
-            found = tried
-    return Mix(counts=found.counts, time=found.time, once=found.once, bound=found.time)
+        bound, step = min(bound_after, found.time), 2 * step
+    return replace(found, bound=bound)
 
 
-def _better(
-    runs: Sequence[Run], live: int, relaxed: _Relaxed, wanted: int
-) -> tuple[tuple[int, ...], ...] | None:
-    """Return counts of the least time up to `wanted`, () if none, None if they are too many."""
-    tables = [_points(run.options, live, relaxed.level, 0.0)[0] for run in runs]
-    rate = relaxed.rate
-    reduced = [min(p.cost + rate * p.held for p in points) for points in tables]
-    least = [min(p.held for p in points) for points in tables]
-    rest = sum(run.count * r for run, r in zip(runs, reduced, strict=True)) - rate * relaxed.room
-    rest_held = sum(run.count * h for run, h in zip(runs, least, strict=True))
-    limit = wanted + abs(wanted) * _SLACK
-    held = np.zeros(1, dtype=np.int64)
-    time = np.zeros(1, dtype=np.int64)
-    history: list[tuple[int, NDArray[np.int64], NDArray[np.int64]]] = []
-    for index, (run, points) in enumerate(zip(runs, tables, strict=True)):
-        own_held = np.array([p.held for p in points], dtype=np.int64)
-        own_time = np.array([int(p.cost) for p in points], dtype=np.int64)
-        for _ in range(run.count):
-            rest -= reduced[index]
-            rest_held -= least[index]
-            new_held = (held[:, None] + own_held).ravel()
-            new_time = (time[:, None] + own_time).ravel()
-            fits = new_held + rest_held <= relaxed.room
-            fits &= new_time + rate * new_held + rest <= limit
-            kept = np.nonzero(fits)[0]
-            kept = kept[np.lexsort((new_time[kept], new_held[kept]))]
-            fastest = np.minimum.accumulate(new_time[kept])
-            is_first = np.ones(len(kept), dtype=np.bool_)
-            is_first[1:] = new_time[kept][1:] < fastest[:-1]
-            kept = kept[is_first]
-            if len(kept) > _MAX_LABELS:
-                return None
-            if not len(kept):
-                return ()
-            held, time = new_held[kept], new_time[kept]
-            history.append((index, kept // len(points), kept % len(points)))
-    label = int(time.argmin())
-    if time[label] > wanted:
-        return ()
-    counts = [[0] * len(run.options) for run in runs]
-    for index, parents, choices in reversed(history):
-        counts[index][tables[index][int(choices[label])].option] += 1
-        label = int(parents[label])
-    return tuple(tuple(own) for own in counts)
+def _best_within(
+    runs: Sequence[Run],
+    live: int,
+    relaxed: _Relaxed,
+    price: float,
+    most_once: int,
+    wanted: int,
+    is_thorough: bool,
+) -> tuple[tuple[tuple[int, ...], ...], bool]:
+    """Return counts of a time up to `wanted`, () if there are none, and whether that is proven."""
+    if relaxed.cost - price * most_once > wanted + abs(wanted) * SLACK:
+        return (), True
+    tables = [_points(run.options, live, relaxed.level, price)[0] for run in runs]
+    found = best_within(
+        [run.count for run in runs],
+        [_numbers(run, points) for run, points in zip(runs, tables, strict=True)],
+        (relaxed.room, wanted, most_once),
+        (relaxed.rate, price),
+        is_thorough=is_thorough,
+    )
+    counts = [[0] * len(run.options) for run in runs if found.counts]
+    for own, points, chosen in zip(counts, tables, found.counts, strict=False):
+        for point, n in zip(points, chosen, strict=True):
+            own[point.option] = n
+    return tuple(tuple(own) for own in counts), found.is_proof
+
+
+def _numbers(run: Run, points: Sequence[_Point]) -> NDArray[np.int64]:
+    """Return held, time and once of options, one column each."""
+    options = [(run.options[point.option], point.held) for point in points]
+    return np.array(
+        [
+            [held for _, held in options],
+            [option.forward + option.backward for option, _ in options],
+            [option.once for option, _ in options],
+        ],
+        dtype=np.int64,
+    )
 
 
 def _hull(points: Sequence[_Point]) -> list[_Point]:

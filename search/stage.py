@@ -46,6 +46,7 @@ __all__ = [
     "memory_prices",
     "option_table",
     "solve_stage",
+    "stage_by_prices",
     "stage_time_bounds",
 ]
 
@@ -158,21 +159,9 @@ def solve_stage(
 
     Times that round up to the same multiple of `grain` count as equal.
     """
-    fastest = tuple(_fastest_counts(run) for run in runs)
-    once = _total_once(runs, fastest)
-    if once <= most_once and _stage_memory(runs, fastest, live) <= room:
-        time = _total_time(runs, fastest)
-        return StageSolution(status="optimal", counts=fastest, time=time, bound=time, once=once)
-    if room < 0:
-        return StageSolution(status="infeasible", counts=(), time=0, bound=0, once=0)
-    mix = mix_options(runs, live, room, most_once, grain)
-    most = sum(run.count * max(o.forward + o.backward for o in run.options) for run in runs)
-    if mix.bound > most:
-        return StageSolution(status="infeasible", counts=(), time=0, bound=0, once=0)
-    if mix.counts and rounded_up(mix.time, grain) <= rounded_up(mix.bound, grain):
-        return StageSolution(
-            status="optimal", counts=mix.counts, time=mix.time, bound=mix.bound, once=mix.once
-        )
+    mix = stage_by_prices(runs, live, room, most_once, grain, is_thorough=True)
+    if mix.status in ("optimal", "infeasible"):
+        return mix
     from ortools.sat.python import cp_model
 
     from autoplan.search.cp_sat import run_solver
@@ -187,6 +176,7 @@ def solve_stage(
     )
     model.add(held + peak <= room)
     model.add(_total_once(runs, counts) <= most_once)
+    most = _most_time(runs)
     if mix.counts:
         most = mix.time
         for own, values in zip(counts, mix.counts, strict=True):
@@ -211,6 +201,43 @@ def solve_stage(
         time=_total_time(runs, chosen) if chosen else 0,
         bound=outcome.bound * grain if grain > 1 else outcome.bound,
         once=_total_once(runs, chosen) if chosen else 0,
+    )
+
+
+def stage_by_prices(
+    runs: Sequence[Run],
+    live: int,
+    room: int,
+    most_once: int,
+    grain: int = 1,
+    *,
+    is_thorough: bool = False,
+) -> StageSolution:
+    """Return what is known of one stage without CP-SAT: at the least a bound of its time.
+
+    Args:
+        runs, live, room, most_once, grain: as in `solve_stage`.
+        is_thorough: see `mix_options`.
+
+    Returns:
+        As `solve_stage`, or, where a mix by prices is not proven, that mix as "feasible", and
+        "unknown" where there is none; both with a bound that holds for all solutions.
+    """
+    fastest = tuple(_fastest_counts(run) for run in runs)
+    once = _total_once(runs, fastest)
+    if once <= most_once and _stage_memory(runs, fastest, live) <= room:
+        time = _total_time(runs, fastest)
+        return StageSolution(status="optimal", counts=fastest, time=time, bound=time, once=once)
+    if room < 0:
+        return StageSolution(status="infeasible", counts=(), time=0, bound=0, once=0)
+    mix = mix_options(runs, live, room, most_once, grain, is_thorough=is_thorough)
+    if mix.bound > _most_time(runs):
+        return StageSolution(status="infeasible", counts=(), time=0, bound=0, once=0)
+    status: Status = "feasible" if mix.counts else "unknown"
+    if mix.counts and rounded_up(mix.time, grain) <= rounded_up(mix.bound, grain):
+        status = "optimal"
+    return StageSolution(
+        status=status, counts=mix.counts, time=mix.time, bound=mix.bound, once=mix.once
     )
 
 
@@ -247,6 +274,11 @@ def _fastest_counts(run: Run) -> tuple[int, ...]:
     ]
     best = min(order)[-1]
     return tuple(run.count if index == best else 0 for index in range(len(run.options)))
+
+
+def _most_time(runs: Sequence[Run]) -> int:
+    """Return ticks above which no options of these runs are."""
+    return sum(run.count * max(o.forward + o.backward for o in run.options) for run in runs)
 
 
 def _total_time(runs: Sequence[Run], counts: Sequence[Sequence[Any]]) -> Any:

@@ -13,6 +13,7 @@ import torch
 from autoplan.cluster import Cluster, NodeGroup
 from autoplan.errors import InfeasibleError, SearchLimitError
 from autoplan.leanest import least_memory
+from autoplan.limits import make_limits
 from autoplan.optimizing import find_plan, optimize
 from autoplan.planner import Planner, make_planner
 from autoplan.profiles import load_profile
@@ -112,8 +113,33 @@ def test_a_pin_that_stands_in_the_way_is_named() -> None:
     error = error_of(planner_of(CHAIN, cluster, workload_of(4), {"dp": 2, "zero_stage": 0}))
     named = [r for r in error.remedies if r.startswith("without the pin")]
     assert named
-    kept = {k: v for k, v in (("dp", 2), ("zero_stage", 0)) if f"{k}={v}" not in named[0]}
-    assert find_plan(planner_of(CHAIN, cluster, workload_of(4), kept))
+    for remedy in named:
+        kept = {k: v for k, v in (("dp", 2), ("zero_stage", 0)) if f"{k}={v}" not in remedy}
+        assert find_plan(planner_of(CHAIN, cluster, workload_of(4), kept))
+
+
+def test_a_limit_that_stands_in_the_way_is_named_and_conflicts() -> None:
+    free = planner_of(CHAIN, cluster_of("1x2:cpu", "1GiB"), workload_of(4))
+    cluster = cluster_of("1x2:cpu", int(least_memory(free).need_bytes * 1.02))
+    planner = planner_of(CHAIN, cluster, workload_of(4))
+    planner.limits = make_limits({"dp": (2, 2)}, {"zero_stage": [1, 2, 3]})
+    error = error_of(planner)
+    assert "dp within 2..2" in str(error).splitlines()[1]
+    named = [r for r in error.remedies if r.startswith("without the limit ")]
+    assert named
+    for remedy in named:
+        is_bound = remedy.endswith("dp within 2..2")
+        planner.limits = make_limits(
+            None if is_bound else {"dp": (2, 2)}, {"zero_stage": [1, 2, 3]} if is_bound else None
+        )
+        assert find_plan(planner.unpriced())
+
+
+def test_memory_that_nothing_helps_is_said_to_be_the_reason_alone() -> None:
+    error = error_of(planner_of(CHAIN, cluster_of("1x1:v100", "2KiB"), workload_of(1)))
+    line = str(error).splitlines()[1]
+    assert line.startswith("conflict: 2.00 KiB a device alone, nothing fits with 128 devices, all")
+    assert [r.split(" of ")[0] for r in error.remedies] == ["device memory", "devices"]
 
 
 def test_a_smaller_micro_batch_is_named_where_it_is_pinned() -> None:
