@@ -74,12 +74,16 @@ class Gradients:
         self.held: dict[str, list[int]] = {}
         self.users: dict[int, int] = {}
         self.count = 0
+        self.entered: list[int] = []
         self._coming: list[tuple[str, int, int]] = []
 
-    def enter(self, name: str, nbytes: int) -> None:
-        """Let a gradient of a value be there before the backward starts."""
+    def enter(self, name: str, nbytes: int, *, is_held: bool = False) -> None:
+        """Let a gradient of a value be there before the backward starts, in `entered` if held."""
         self.receive(name, nbytes)
         self.heap.receive(f"grad:{self.count}")
+        if is_held:
+            self.users[self.count] += 1
+            self.entered.append(self.count)
 
     def receive(self, name: str, nbytes: int) -> None:
         """Make a gradient of a value; `add_up` adds it to the one that the value may have."""

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from autoplan.decomposed import beside_products
 from autoplan.deferral import op_parts, released_bytes
+from autoplan.frames import with_attention_held
 from autoplan.frontiers import Decision
 from autoplan.fusion import fused_kernels, joined, with_narrow_operands
 from autoplan.inner_recompute import folded
@@ -190,6 +191,9 @@ def memory_views(
     """
     engine, recompute = workload.engine, decision.recompute
     kept = with_loss(folded(local, decision.inner), engine.loss)
+    if engine.holds_attention:
+        kept = with_attention_held(kept)
+    kept = replace(kept, is_reentrant=engine.reenters)
     if workload.is_compiled and not local.block.is_glue:
         kept = joined(kept)
         recompute = needed_marks(kept, recompute)

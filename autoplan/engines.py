@@ -63,6 +63,11 @@ class Engine:
             `_reduce_and_copy` where gradients are not partitioned).
         decomposes: gathers and reduce-scatters of sequence parallelism run in pieces beside the
             products that they feed or follow (`autoplan.decomposed`).
+        reenters: checkpointing is reentrant: a region runs again in whole inside the backward, and
+            its outputs and their gradients stay until its own backward ends (Megatron-LM and
+            DeepSpeed, `CheckpointFunction.backward`).
+        holds_attention: what attention computes stays until the product after it has run, see
+            `autoplan.frames`.
         accumulates_whole: gradients stay whole between micro-batches, and those of frozen weights
             are there too: FSDP1 under `no_sync`, which does not reduce, with flat parameters that
             mix frozen and trained ones (torch, notes of `FullyShardedDataParallel` on freezing).
@@ -91,6 +96,8 @@ class Engine:
     owns_whole_tensors: bool = False
     decomposes: bool = False
     accumulates_whole: bool = False
+    reenters: bool = False
+    holds_attention: bool = False
 
 
 AUTOPLAN = Engine(name="autoplan")
@@ -107,6 +114,7 @@ MEGATRON = Engine(
     copies_reduced=False,
     sends_slices=True,
     loss="in_place",
+    reenters=True,
 )
 
 _FSDP1 = replace(AUTOPLAN, name="fsdp1", copies_gathered=False, divides_reduced=True)
@@ -120,7 +128,11 @@ _TORCHTITAN = replace(
 )
 _MEGATRON_TE = replace(MEGATRON, name="megatron-te", keeps_stand_ins=True)
 _MEGATRON_FP16 = replace(
-    MEGATRON, name="megatron-fp16", is_gradient_wide=False, fuses_gradients=False
+    MEGATRON,
+    name="megatron-fp16",
+    is_gradient_wide=False,
+    fuses_gradients=False,
+    holds_attention=True,
 )
 
 ENGINES = {
@@ -171,6 +183,7 @@ ENGINES = {
         owns_whole_tensors=True,
         sends_slices=False,
         loss="torch",
+        holds_attention=False,
     ),
 }
 

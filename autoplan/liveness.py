@@ -184,8 +184,11 @@ def _rerun_end(local: LocalBlock) -> int:
     """Return the index after the last op that a second forward runs.
 
     It stops once everything is there that a backward needs; an op that only needs its inputs saves
-    them before its kernel runs, so the last such op does not run.
+    them before its kernel runs, so the last such op does not run. Reentrant checkpointing does not
+    stop.
     """
+    if local.is_reentrant:
+        return len(local.ops)
     for index in range(len(local.ops) - 1, -1, -1):
         op = local.ops[index]
         if op.internal_bytes or op.storage in op.saved:
@@ -276,7 +279,8 @@ def _backward(
         heap.add(name, nbytes)
     gradients = Gradients(heap)
     for name in dict.fromkeys(local.outputs):
-        gradients.enter(name, local.value_bytes.get(_storage(local, name), 0))
+        nbytes = local.value_bytes.get(_storage(local, name), 0)
+        gradients.enter(name, nbytes, is_held=region and local.is_reentrant)
     heap.events = events
     if region:
         end = _rerun_end(local)
@@ -322,12 +326,15 @@ def _backward(
             is_over = uses[owner] == 0 or fetched is not None
             if is_over and owner not in held:
                 heap.drop(owner, is_held=owner in outputs)
+    gradients.release(gradients.entered)
     return made, gradients
 
 
 def _drop_unneeded(local: LocalBlock, heap: Heap, there: set[str]) -> None:
     """Drop what the second forward made and no backward needs, when its frame ends."""
     needed = local.saved | there
+    if local.is_reentrant:
+        needed |= {_storage(local, name) for name in local.outputs}
     for owner in [n for n in heap.live if n not in needed and ":" not in n]:
         heap.drop(owner)
 

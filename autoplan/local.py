@@ -87,6 +87,8 @@ class LocalBlock:
         state_bytes: local size of each state as it is stored.
         state_placements: how each state is stored, as text.
         axes: the choice that it was made with.
+        is_reentrant: recomputing runs it again in whole, and the outputs that that makes stay until
+            its backward ends, and so do the gradients that came for them.
     """
 
     block: BlockTrace
@@ -99,6 +101,7 @@ class LocalBlock:
     state_bytes: Mapping[str, int]
     state_placements: Mapping[str, str]
     axes: Mapping[str, str] = field(default_factory=dict)
+    is_reentrant: bool = False
 
     @cached_property
     def storages(self) -> Mapping[str, str]:

@@ -281,10 +281,9 @@ class StageWalk:
         for index in reversed(self.part):
             block = self.blocks[index]
             self.at = (self.at[0], index)
-            self.note(
-                f"backward of block {index} to its inputs",
-                block.accumulating.backward_peak - block.accumulating.kept,
-            )
+            memory = block.accumulating
+            peak = memory.border_backward_peak if self._is_sent(index) else memory.backward_peak
+            self.note(f"backward of block {index} to its inputs", peak - memory.kept)
             self.activations += block.deferred_bytes
         self.activations -= self._entering_kept() + sum(released.values())
 
@@ -313,8 +312,7 @@ class StageWalk:
         seen = f"grads of {index}"
         adds_up = block.is_glue and seen in self._marks
         memory = block.memory if is_first and not adds_up else block.accumulating
-        is_sent = self.leaving > 0 and index == self.part[-1]
-        peak = memory.border_backward_peak if is_sent else memory.backward_peak
+        peak = memory.border_backward_peak if self._is_sent(index) else memory.backward_peak
         transient = peak - memory.kept
         if self.later is not None:
             whole = block.memory.parameter_grads
@@ -335,6 +333,10 @@ class StageWalk:
             self.gradients.let_go(group)
         if self.is_mixed and self.wrapped and not block.is_glue and self.zero <= 1:
             self.gradients[group] = self.whole[group]
+
+    def _is_sent(self, index: int) -> bool:
+        """Return whether what a block makes leaves the stage: its last block's results do."""
+        return self.leaving > 0 and index == self.part[-1]
 
     def _gather_backward(self, group: int) -> None:
         if group in self.compute and group not in self.gathered:

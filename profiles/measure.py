@@ -131,14 +131,14 @@ def measure_device(
         raise ValueError(
             f"budget_s and num_threads must be above 0, got {budget_s} and {num_threads}"
         )
+    shares = DEVICE_SHARES + LINK_SHARE * with_links
+    budget = Budget(seconds=budget_s, shares=shares, clock=clock)  # importing torch is part of it
     import torch
 
     device = find_device(name)
     session = _Session(
         device=device,
-        budget=Budget(
-            seconds=budget_s, shares=DEVICE_SHARES + LINK_SHARE * with_links, clock=clock
-        ),
+        budget=budget,
         num_threads=num_threads,
         progress=progress or (lambda message, fraction: None),
         known=known if known is not None and _is_ours(known, device, num_threads) else None,

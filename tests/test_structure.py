@@ -89,6 +89,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "liveness",
         "inner_recompute",
         "losses",
+        "frames",
         "flat_partitions",
         "fusion",
         "caching_allocator",
