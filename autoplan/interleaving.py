@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from autoplan.graph import Trace
@@ -115,6 +116,7 @@ def stage_counts(alike: Alike, times: Sequence[float], pp: int, num_chunks: int)
     )
 
 
+@lru_cache(maxsize=4096)
 def even_counts(
     num_blocks: int,
     pp: int,

@@ -11,7 +11,6 @@ from autoplan.frontiers import Decision
 from autoplan.resident import static_bytes, uses_fsdp
 from autoplan.search.problem import BlockOption
 from autoplan.settings import Setting
-from autoplan.stage_bytes import stage_block
 from autoplan.units import to_ticks
 
 __all__ = ["alike", "block_option", "least_option"]
@@ -32,36 +31,37 @@ def block_option(
         setting = replace(setting, schedule="1f1b", virtual_stages=1)
     key = (trace_call.block, decision.key, setting, is_last and live, shared)
     if key not in pricer.options:
-        pricer.options[key] = _make_option(pricer, call, decision, setting, live, set(shared))
+        pricer.options[key] = _make_option(pricer, call, decision, setting, live)
     return pricer.options[key]
 
 
 def _make_option(
-    pricer: Pricer, call: int, decision: Decision, setting: Setting, live: int, held: set[str]
+    pricer: Pricer, call: int, decision: Decision, setting: Setting, live: int
 ) -> BlockOption:
-    block = stage_block(pricer, call, decision, setting, held)
+    kind = pricer.trace.calls[call].block
+    work, is_glue = pricer.base(kind, decision, setting.tp), pricer.trace.blocks[kind].is_glue
     price = pricer.price(call, decision, setting)
-    group, memory = block.group, block.memory
+    group, memory = pricer.own_group(call, decision, setting), work.memory
     static = static_bytes(group, setting, pricer.workload.optimizer)
     wrapped = uses_fsdp(setting, pricer.workload.mixed_precision != "none")
     resident = static.parameters + static.optimizer
     grads, kept = static.gradients, memory.kept
     if setting.schedule == "zero_bubble":  # held until its gradients of parameters are there
-        kept += block.deferred_bytes
+        kept += work.deferred.nbytes
     working = max(
         memory.backward_peak - memory.kept,
-        block.input_bytes + memory.forward_peak - memory.kept,
+        sum(work.local.inputs.values()) + memory.forward_peak - memory.kept,
     )
     if not wrapped:
         if setting.num_microbatches > 1:
-            working = max(working, block.accumulating.backward_peak - memory.kept)
+            working = max(working, work.accumulating.backward_peak - memory.kept)
     elif setting.zero_stage <= 1:
         # Gradients stay whole until the last micro-batch, in the dtype in which they are reduced.
         is_mixed = pricer.workload.mixed_precision != "none"
-        resident += group.gathered + (group.gathered_grads if block.is_glue else 0)
+        resident += group.gathered + (group.gathered_grads if is_glue else 0)
         grads = max(grads, group.trained if is_mixed else group.gathered_grads)
-        working += 0 if block.is_glue else group.gathered_grads
-    elif block.is_glue:
+        working += 0 if is_glue else group.gathered_grads
+    elif is_glue:
         resident += group.gathered + group.gathered_grads
     elif setting.zero_stage == 2:
         resident += group.gathered
