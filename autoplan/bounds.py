@@ -323,10 +323,19 @@ def _least(planner: Planner, setting: Setting, convention: Convention) -> LeastC
 
 
 def _borders_s(planner: Planner, setting: Setting, is_sliced: bool) -> list[float]:
-    """Return seconds that each rank passes at its borders with a micro-batch at least."""
+    """Return seconds that each rank passes at its borders with a micro-batch at least.
+
+    They do not depend on the ZeRO stage, its replicas, or the number of micro-batches.
+    """
     pricer = planner.pricer(setting.microbatch_size)
-    crossing = pricer.trace.crossing_bytes
-    return borders_s(pricer, setting, 1 + crossing.index(min(crossing)), is_sliced)
+    degrees = (setting.dp, setting.tp, setting.pp, setting.axis_order)
+    scheduled = (setting.schedule, setting.virtual_stages)
+    key = (degrees, scheduled, setting.microbatch_size, is_sliced)
+    if key not in planner.borders_s:
+        crossing = pricer.trace.crossing_bytes
+        cut = 1 + crossing.index(min(crossing))
+        planner.borders_s[key] = borders_s(pricer, setting, cut, is_sliced)
+    return planner.borders_s[key]
 
 
 def memory_bound(planner: Planner, setting: Setting) -> Refinement:

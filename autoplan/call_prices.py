@@ -23,7 +23,9 @@ from autoplan.times import Timer, overlaps_communication
 
 __all__ = [
     "BlockPrice",
+    "GroupPrice",
     "call_price",
+    "group_price",
     "host_seconds",
     "overlaps",
     "split_seconds",
@@ -55,9 +57,61 @@ class BlockPrice:
     once_by_category: dict[str, float]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPrice:
+    """What parameters add under a setting, whatever the block computes with them.
+
+    Attributes:
+        gather_s: seconds of collectives before a forward.
+        again_s: of collectives around a backward.
+        once_gather_s, once_reduce_s: of collectives once a step.
+        copy_forward_s, copy_backward_s, copy_once_s: of copies and of the host around them.
+        optimizer_s: of the optimizer, once a step.
+        hooks_s: of the host in hooks of FSDP, forward and backward.
+    """
+
+    gather_s: float
+    again_s: float
+    once_gather_s: float
+    once_reduce_s: float
+    copy_forward_s: float
+    copy_backward_s: float
+    copy_once_s: float
+    optimizer_s: float
+    hooks_s: float
+
+
+def group_price(
+    group: GroupBytes, setting: Setting, workload: Workload, timer: Timer, *, is_glue: bool
+) -> GroupPrice:
+    """Return the seconds of collectives and of the optimizer for a call's parameters.
+
+    They depend on the degrees, the ZeRO stage, offload and the schedule, not on micro-batches.
+
+    Args:
+        group: the parameters that the call gathers, reduces and updates.
+        setting, workload, timer: as in `call_price`.
+        is_glue: whether the call is glue between blocks.
+    """
+    comm = data_parallel_times(group, setting, workload, timer.cluster)
+    is_gathered_again = regathers(setting, is_glue=is_glue)
+    copy_f, copy_b, copy_once = _copy_times(group, setting, workload, timer, is_gathered_again)
+    return GroupPrice(
+        gather_s=comm.gather_s,
+        again_s=(comm.gather_s if is_gathered_again else 0.0) + comm.reduce_s,
+        once_gather_s=comm.once_gather_s,
+        once_reduce_s=comm.once_reduce_s,
+        copy_forward_s=copy_f,
+        copy_backward_s=copy_b,
+        copy_once_s=copy_once,
+        optimizer_s=_optimizer_s(group, setting, workload, timer),
+        hooks_s=_hooks_s(group, setting, workload, timer.cluster),
+    )
+
+
 def call_price(
     work: BlockWork,
-    group: GroupBytes,
+    zero: GroupPrice,
     setting: Setting,
     workload: Workload,
     timer: Timer,
@@ -68,7 +122,7 @@ def call_price(
 
     Args:
         work: of the block as it is decided.
-        group: the parameters that the call gathers, reduces and updates.
+        zero: what its parameters add.
         setting: degrees and sizes.
         workload: optimizer, precision and engine.
         timer: of the tensor-parallel degree.
@@ -76,36 +130,30 @@ def call_price(
         ties_s: sums of gradients over stages, once a step.
     """
     cluster = timer.cluster
-    comm = data_parallel_times(group, setting, workload, cluster)
-    is_gathered_again = regathers(setting, is_glue=work.local.block.is_glue)
-    regather_s = comm.gather_s if is_gathered_again else 0.0
     forward, backward = work.forward_s, work.backward_s
     # Gradients of whole parameters that see slices of tokens: summed once into a buffer.
     has_buffer = workload.engine.has_gradient_buffer
     summed_s = work.summed_s if has_buffer else 0.0
     tensor_s = work.comm_forward_s + work.comm_backward_s + work.summed_s - summed_s
     backward += work.summed_s - summed_s
-    again_s = regather_s + comm.reduce_s
-    copy_f, copy_b, copy_once = _copy_times(group, setting, workload, timer, is_gathered_again)
-    once_zero_s = comm.once_gather_s + comm.once_reduce_s
+    once_zero_s = zero.once_gather_s + zero.once_reduce_s
     if overlaps(setting, cluster):
         slowed = interference(data_parallel_link(setting, cluster))
-        exposed_f = exposed_s(comm.gather_s, forward, slowed)
-        exposed_b = exposed_s(again_s, backward, slowed)
+        exposed_f = exposed_s(zero.gather_s, forward, slowed)
+        exposed_b = exposed_s(zero.again_s, backward, slowed)
         if workload.engine.overlaps_reduction:
-            once_zero_s = exposed_s(comm.once_gather_s, forward, slowed)
-            once_zero_s += exposed_s(comm.once_reduce_s, backward, slowed)
+            once_zero_s = exposed_s(zero.once_gather_s, forward, slowed)
+            once_zero_s += exposed_s(zero.once_reduce_s, backward, slowed)
     else:
-        exposed_f, exposed_b = comm.gather_s, again_s
-    exposed_f, exposed_b = exposed_f + copy_f, exposed_b + copy_b
-    host_f, host_b = host_seconds(work, group, setting, workload, cluster, split_s)
+        exposed_f, exposed_b = zero.gather_s, zero.again_s
+    exposed_f, exposed_b = exposed_f + zero.copy_forward_s, exposed_b + zero.copy_backward_s
+    host_f, host_b = _host_beside(work, zero.hooks_s, cluster, split_s)
     forward, backward = forward + host_f, backward + host_b
-    once_zero_s += copy_once
-    optimizer_s = _optimizer_s(group, setting, workload, timer)
+    once_zero_s += zero.copy_once_s
     return BlockPrice(
         forward_s=forward + exposed_f,
         backward_s=backward + exposed_b,
-        once_s=once_zero_s + optimizer_s + summed_s + ties_s,
+        once_s=once_zero_s + zero.optimizer_s + summed_s + ties_s,
         by_category={
             "compute": work.compute_forward_s + work.compute_backward_s + host_f + host_b,
             "recompute": work.redo_s,
@@ -115,7 +163,7 @@ def call_price(
         },
         once_by_category={
             "zero": once_zero_s,
-            "optimizer": optimizer_s,
+            "optimizer": zero.optimizer_s,
             "tensor_parallel": summed_s,
             "pipeline": ties_s,
         },
@@ -158,7 +206,16 @@ def host_seconds(
     own times. A host beside the device adds what it takes longer than the device: a step that is
     bound by launches lasts as long as they do.
     """
-    hooks_s = is_wrapped(group, setting, workload) * cluster.device.host.sharded_block
+    return _host_beside(work, _hooks_s(group, setting, workload, cluster), cluster, split_s)
+
+
+def _hooks_s(group: GroupBytes, setting: Setting, workload: Workload, cluster: Cluster) -> float:
+    return is_wrapped(group, setting, workload) * cluster.device.host.sharded_block
+
+
+def _host_beside(
+    work: BlockWork, hooks_s: float, cluster: Cluster, split_s: float
+) -> tuple[float, float]:
     if not overlaps_communication(cluster):
         return hooks_s / 2, hooks_s / 2 + split_s
     forward_s, backward_s = (

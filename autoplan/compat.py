@@ -226,6 +226,7 @@ class RingStage(PipelineStage):
         self._activations = activations
         self._gradients = gradients
         self._sends_later = sends_later
+        self._needs_gradient = [x.requires_grad for x in options["input_args"]]
         self._before_backward = before_backward
         self._is_whole: bool | None = None
         self._ended: set[int] = set()
@@ -261,6 +262,21 @@ class RingStage(PipelineStage):
                 value.grad = None
         if self._sends_later and not self.is_first:
             self._own_gradients(bwd_chunk_id)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the sends of a backward: torch 2.12 would send what frozen stages never need."""
+        if self.has_backward and not self.is_first:
+            if self.grad_send_info is None:
+                self.grad_send_info = self._create_grad_send_info(self.args_recv_info[0])
+            rows = zip(
+                self.grad_send_info, self._needs_gradient, self.bwd_cache[bwd_chunk_id], strict=True
+            )
+            self.grad_send_info = [
+                None if gradient is None and not is_needed else stage
+                for stage, is_needed, gradient in rows
+            ]
+        operations: list[dist.P2POp] = super().get_bwd_send_ops(bwd_chunk_id)
+        return operations
 
     def _own_gradients(self, chunk: int) -> None:
         """Copy gradients to send that are the received ones: a skip may hand on what it gets."""

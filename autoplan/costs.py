@@ -8,11 +8,18 @@ is in `call_prices`, bytes of stages in `stage_bytes`, whole plans in `plan_pric
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from autoplan.block_work import BlockWork, LayoutWork, layout_work, make_work
-from autoplan.call_prices import BlockPrice, call_price, overlaps, split_seconds
+from autoplan.call_prices import (
+    BlockPrice,
+    GroupPrice,
+    call_price,
+    group_price,
+    overlaps,
+    split_seconds,
+)
 from autoplan.cluster import Cluster
 from autoplan.conventions import WHOLE, Convention, StateSlices, possible_conventions
 from autoplan.deferral import graph_nodes
@@ -59,6 +66,8 @@ class Pricer:
     _layouts: dict[tuple[int, int, object], LayoutWork] = field(default_factory=dict)
     _bases: dict[tuple[int, int, object], BlockWork] = field(default_factory=dict)
     _groups: dict[tuple[object, ...], GroupBytes] = field(default_factory=dict)
+    _own: dict[tuple[int, bool], tuple[bool, ...]] = field(default_factory=dict)
+    _zero: dict[tuple[object, ...], GroupPrice] = field(default_factory=dict)
     _names: dict[int, tuple[str, ...]] = field(default_factory=dict)
     _num_calls: Counter[str] = field(default_factory=Counter)
     _fastest_s: dict[_Asked, float] = field(default_factory=dict)
@@ -218,14 +227,24 @@ class Pricer:
             setting: degrees.
             held: canonical FQNs that earlier calls of the stage hold; the call's own are added.
         """
-        block, names = self.trace.calls[call].block, self._canonical(call)
-        is_new = tuple(
+        is_new = self._new_states(call, held)
+        held.update(self._canonical(call))
+        return self._group_of(call, decision, setting.tp, is_new)
+
+    def _new_states(self, call: int, held: Collection[str]) -> tuple[bool, ...]:
+        """Return for each state of a call whether no earlier one, nor another call, has it."""
+        names = self._canonical(call)
+        return tuple(
             name not in held and name not in names[:place] for place, name in enumerate(names)
         )
-        held.update(names)
-        key = (block, setting.tp, decision.layout, is_new)
+
+    def _group_of(
+        self, call: int, decision: Decision, tp: int, is_new: tuple[bool, ...]
+    ) -> GroupBytes:
+        block = self.trace.calls[call].block
+        key = (block, tp, decision.layout, is_new)
         if key not in self._groups:
-            self._groups[key] = self._make_group(block, decision, setting.tp, is_new)
+            self._groups[key] = self._make_group(block, decision, tp, is_new)
         return self._groups[key]
 
     def _canonical(self, call: int) -> tuple[str, ...]:
@@ -272,16 +291,28 @@ class Pricer:
         Without a pipeline a parameter of several calls counts with the first; with one, calls that
         share it usually lie on different stages, and each counts it.
         """
-        held = set(self.shared_before(call)) if setting.pp == 1 else set()
-        return self.group(call, decision, setting, held)
+        key = (call, setting.pp == 1)
+        if key not in self._own:
+            self._own[key] = self._new_states(call, self.shared_before(call) if key[1] else ())
+        return self._group_of(call, decision, setting.tp, self._own[key])
 
     def price(self, call: int, decision: Decision, setting: Setting) -> BlockPrice:
         """Return the seconds of a call under a setting."""
         work = self.base(self.trace.calls[call].block, decision, setting.tp)
-        group = self.own_group(call, decision, setting)
         timer, split_s = self.timer(setting.tp), sum(self.split_s(work, setting))
         ties_s = self._ties_s(call, decision, setting)
-        return call_price(work, group, setting, self.workload, timer, split_s, ties_s)
+        zero = self._zero_of(call, decision, setting, timer)
+        return call_price(work, zero, setting, self.workload, timer, split_s, ties_s)
+
+    def _zero_of(self, call: int, decision: Decision, setting: Setting, timer: Timer) -> GroupPrice:
+        """Return what a call's parameters add, which micro-batches do not change."""
+        group = self.own_group(call, decision, setting)
+        is_glue = self.trace.blocks[self.trace.calls[call].block].is_glue
+        degrees = (setting.dp, setting.tp, setting.pp, setting.dp_replicate, setting.axis_order)
+        key = (group, is_glue, degrees, setting.zero_stage, setting.offload, setting.schedule)
+        if key not in self._zero:
+            self._zero[key] = group_price(group, setting, self.workload, timer, is_glue=is_glue)
+        return self._zero[key]
 
     def _ties_s(self, call: int, decision: Decision, setting: Setting) -> float:
         """Return seconds in which gradients that other stages have too are summed, once a step."""

@@ -91,7 +91,7 @@ class Planner:
         workers: processes that trace and search; None: as many as there are cores. Plans do not
             depend on it.
         posed: cache of `autoplan.setting_solver`.
-        least, state_bytes, strided: caches of `autoplan.bounds`.
+        least, borders_s, state_bytes, strided: caches of `autoplan.bounds`.
     """
 
     model: nn.Module
@@ -117,6 +117,7 @@ class Planner:
     _usable: dict[int, Trace] = field(default_factory=dict)
     posed: dict[tuple[Setting, Convention, bool, bool], Posed] = field(default_factory=dict)
     least: dict[tuple[Setting, Convention], LeastCalls] = field(default_factory=dict)
+    borders_s: dict[tuple[object, ...], list[float]] = field(default_factory=dict)
     state_bytes: int | None = None
     strided: list[ParameterTrace] | None = None
 
@@ -276,6 +277,7 @@ class Planner:
         self.ops_bounds = {}
         self.posed = {}
         self.least = {}
+        self.borders_s = {}
         self.state_bytes = None
         self.strided = None
 

@@ -100,7 +100,7 @@ def infeasible_error(planner: Planner, least: Least) -> InfeasibleError:
         f"device (at {least.stage.instant}), but {planner.cluster} has "
         f"{format_bytes(least.capacity_bytes)} ({format_bytes(least.excess_bytes)} too little); "
         f"the largest part is {category} with {format_bytes(amount)}",
-        _conflict_line(planner, conflict),
+        _conflict_line(planner, conflict) + ("" if conflict else _too_long(least, category)),
         *(f"remedy: {remedy}" for remedy in found),
     ]
     return InfeasibleError(
@@ -155,6 +155,13 @@ def _conflict_line(planner: Planner, names: Sequence[str]) -> str:
     changes = [most, *["all that may lie in host memory"] * (_HOST in texts)]
     changes += [f"without {' and '.join(free)}"] * bool(free)
     return f"conflict: {memory} alone, nothing fits with {', '.join(changes)} either"
+
+
+def _too_long(least: Least, category: str) -> str:
+    """Return that rows are too long, where what one of them takes is most of the need."""
+    if least.setting.microbatch_size > 1 or category not in ("working", "activations"):
+        return ""
+    return "; a micro-batch is one row already, so what is left is shorter rows"
 
 
 def _fits_under(trials: Trials, names: Collection[str]) -> bool:

@@ -98,21 +98,17 @@ def least_option(
     key = (block, convention.is_sequence_parallel, convention.of(block), setting, shared)
     if key not in pricer.options:
         decisions = pricer.decisions(block, setting.tp, convention)
-        pricer.options[key] = _least_of(pricer, call, decisions, setting, shared)
+        pricer.options[key] = _least_of(pricer, call, decisions, setting)
     return pricer.options[key]
 
 
 def _least_of(
-    pricer: Pricer,
-    call: int,
-    decisions: Sequence[Decision],
-    setting: Setting,
-    shared: frozenset[str],
+    pricer: Pricer, call: int, decisions: Sequence[Decision], setting: Setting
 ) -> BlockOption:
     time, once, static = [], [], []
     for decision in decisions:
         price = pricer.price(call, decision, setting)
-        group = pricer.group(call, decision, setting, set(shared))
+        group = pricer.own_group(call, decision, setting)
         held = static_bytes(group, setting, pricer.workload.optimizer)
         time.append(to_ticks(price.forward_s) + to_ticks(price.backward_s))
         once.append(to_ticks(price.once_s))

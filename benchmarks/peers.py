@@ -39,6 +39,7 @@ from autoplan.search.choice import solve_choice
 from autoplan.search.frontier import whole_frontier
 from autoplan.search.problem import ChoiceOption, ChoiceProblem
 from benchmarks.piper_instances import load_instance, solve_instance
+from benchmarks.published_models import Decoder, Shape, batch_of
 
 __all__ = ["chain_rows", "piper_rows", "question_rows"]
 
@@ -140,7 +141,7 @@ class Question:
 
     Attributes:
         planner: who, and the problem in words.
-        config, seq, dtype: of the model.
+        model, seq, dtype: a config of transformers or a shape, and the rows.
         cluster, memory, batch: what it trains on, and rows of a step.
         answer, seconds: what was listed.
         readings: what the answer may mean, as arguments of `estimate` without a micro-batch size.
@@ -148,7 +149,7 @@ class Question:
     """
 
     planner: str
-    config: Mapping[str, Any]
+    model: Mapping[str, Any] | Shape
     seq: int
     cluster: str
     memory: str | None
@@ -171,6 +172,22 @@ def _gpt(hidden: int, layers: int, heads: int, vocabulary: int = 51200) -> dict[
     }
 
 
+def _megatron(hidden: int, layers: int, heads: int, vocabulary: int = 51200) -> Shape:
+    """Return a GPT as Calculon models it: Megatron's kernels, scores of attention materialised."""
+    return Shape(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        ffn=4 * hidden,
+        vocab=vocabulary,
+        seq=2048,
+        dropout=True,
+        attention="unfused",
+        kernels="megatron",
+    )
+
+
 # Source: Touvron et al. 2023, Llama 2, table 1 and its released config.
 _LLAMA2_7B = {
     "model_type": "llama",
@@ -189,7 +206,7 @@ _MODES = ({"recompute": "none"}, {"recompute": "full"})
 QUESTIONS = (
     Question(
         planner="Calculon: GPT-3 175B, 4,096 A100-80",
-        config=_gpt(12288, 96, 96),
+        model=_megatron(12288, 96, 96),
         seq=2048,
         cluster="512x8:a100_sxm_80gb",
         memory=None,
@@ -211,7 +228,7 @@ QUESTIONS = (
     ),
     Question(
         planner="Calculon: GPT-3 13B, 64 A100-80",
-        config=_gpt(5120, 40, 40),
+        model=_megatron(5120, 40, 40),
         seq=2048,
         cluster="8x8:a100_sxm_80gb",
         memory=None,
@@ -225,7 +242,7 @@ QUESTIONS = (
     ),
     Question(
         planner="Galvatron: Llama-2 7B, 8 GPUs of 38 GB",
-        config=_LLAMA2_7B,
+        model=_LLAMA2_7B,
         seq=2048,
         cluster="1x8:a100_sxm_40gb",
         memory="38GB",
@@ -237,7 +254,7 @@ QUESTIONS = (
     ),
     Question(
         planner="Galvatron: Llama-2 7B, 16 GPUs of 38 GB",
-        config=_LLAMA2_7B,
+        model=_LLAMA2_7B,
         seq=2048,
         cluster="2x8:a100_sxm_40gb",
         memory="38GB",
@@ -254,7 +271,7 @@ QUESTIONS = (
     ),
     Question(
         planner="Aceso: GPT 1.3B, 4 V100-32",
-        config=_gpt(2048, 24, 32),
+        model=_gpt(2048, 24, 32),
         seq=2048,
         cluster="1x4:v100_sxm_32gb",
         memory=None,
@@ -306,10 +323,7 @@ def question_rows(names: str = "") -> list[dict[str, Any]]:
         cluster = Cluster.parse(question.cluster)
         if question.memory is not None:
             cluster = cluster.with_memory(question.memory)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "model.json"
-            path.write_text(json.dumps(question.config))
-            loaded = load_model(str(path), seq=question.seq, dtype=question.dtype)
+        loaded = _loaded(question)
         started = time.perf_counter()
         plan = optimize(
             loaded.model, cluster, loaded.batch, global_batch_size=question.batch, name="model"
@@ -331,6 +345,16 @@ def question_rows(names: str = "") -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _loaded(question: Question) -> LoadedModel:
+    if isinstance(question.model, Shape):
+        model, batch = Decoder.on_meta(question.model), batch_of(question.model)
+        return LoadedModel(model=model, batch=batch, loss_fn=None, name="model")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.json"
+        path.write_text(json.dumps(question.model))
+        return load_model(str(path), seq=question.seq, dtype=question.dtype)
 
 
 def _in_words(plan: Plan) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from autoplan.profiles.host import HostSeconds
 from autoplan.profiles.link import LinkProfile
@@ -264,7 +265,7 @@ class DeviceProfile:
     @property
     def host(self) -> HostSeconds:
         """Return what the host takes, as far as it was measured."""
-        return HostSeconds.of(self.measurements)
+        return _host_of(self)
 
     def scaled(self, *, flops: float = 1.0, bandwidth: float = 1.0) -> DeviceProfile:
         """Return the same device with faster or slower arithmetic and memory (what-if and laws)."""
@@ -311,3 +312,8 @@ class DeviceProfile:
         used = {table.dtype for table in self.gemm} | {table.dtype for table in self.attention}
         for dtype in sorted(used - set(self.peak_flops_per_s)):
             raise ValueError(f"dtype: a table has {dtype!r}, peak_flops_per_s has not")
+
+
+@lru_cache(maxsize=64)
+def _host_of(device: DeviceProfile) -> HostSeconds:
+    return HostSeconds.of(device.measurements)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from autoplan.cluster import Cluster
 from autoplan.graph import Trace
+from autoplan.leanest import least_memory
 from autoplan.plan import Plan, SearchRecord
-from autoplan.plan_prices import plan_price
 from autoplan.planner import Planner
 from autoplan.profiles import (
     AttentionTable,
@@ -337,33 +337,16 @@ class PlanningProblem:
 
 @st.composite
 def planning_problems(draw: st.DrawFn, *, max_devices: int = 4) -> PlanningProblem:
-    """Draw a problem whose memory is a share of what plain training on one device needs."""
+    """Draw a problem whose memory is about what its leanest plan needs; most have a plan."""
     chain = draw(chains(max_classes=1, max_count=3))
     cluster = draw(small_clusters(max_devices=max_devices))
     workload = draw(workloads(world_size=cluster.world_size))
-    need = plain_need_bytes(chain, workload)
-    share = draw(st.sampled_from((0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5)))
+    roomy = cluster.with_memory("1GiB", reserve_bytes=0)
+    need = least_memory(planner_of(chain, roomy, workload)).need_bytes
+    share = draw(st.sampled_from((0.95, 1.0, 1.02, 1.1, 1.25, 1.5, 2.0)))
     return PlanningProblem(
         chain=chain, cluster=cluster.with_memory(int(need * share)), workload=workload
     )
-
-
-def plain_need_bytes(chain: ChainSpec, workload: Workload) -> int:
-    """Return what plain training with micro-batches of one row needs on one device."""
-    one = Cluster.parse("1:cpu").with_memory("1GiB", reserve_bytes=0)
-    planner = planner_of(chain, one, workload)
-    pricer = planner.pricer(1)
-    setting = Setting(
-        dp=1,
-        tp=1,
-        pp=1,
-        zero_stage=0,
-        microbatch_size=1,
-        num_microbatches=workload.global_batch_size,
-        schedule="none",
-    )
-    plain = [pricer.plain_decision(call.block, 1) for call in pricer.trace.calls]
-    return plan_price(pricer, setting, [len(plain)], plain).peak_memory_bytes
 
 
 @st.composite
