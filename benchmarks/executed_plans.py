@@ -467,7 +467,7 @@ def main() -> None:
     """Profile, plan, execute, and print the tables."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--json", type=Path, default=None, help="also write rows and summary")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds of profiling")
+    parser.add_argument("--budget", type=float, default=90.0, help="seconds of profiling")
     parser.add_argument("--only", default="", help="only plans whose name contains this")
     parser.add_argument("--again", type=Path, default=None, help="a file written by --json")
     parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
