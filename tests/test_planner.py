@@ -26,9 +26,9 @@ LAWS = settings(
 )
 MANY = settings(LAWS, max_examples=10)
 
-# Frontiers are sampled at a few points, and those move with memory prices and rates: a larger
-# device may be given another sample. This much a law may be missed by; exact plans obey it exactly.
-SAMPLING = 1.03
+# A cover of a frontier may lose this much, and another device may be given another one. Of 51
+# random problems none missed a law by more than rounding.
+SAMPLING = 1.005
 
 
 def planned(problem: PlanningProblem, **pins: int | str) -> Plan | None:
@@ -148,7 +148,8 @@ def test_plan_is_as_fast_as_exhaustive_search_finds_within_its_tolerance(
     plan = planned(problem)
     assert (best is None) == (plan is None)
     if plan is not None and best is not None:
-        assert plan.predicted.step_time_s <= best * 1.25
+        # The linear memory passes over plans of tiny blocks, which fill a device in few steps.
+        assert plan.predicted.step_time_s <= best * 1.12
 
 
 def exhaustive_size(problem: PlanningProblem) -> int:
