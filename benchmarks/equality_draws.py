@@ -133,7 +133,8 @@ def draws(draw: st.DrawFn, family: str) -> Draw:
         num_microbatches = 2 * pp  # whole rounds
     shards = [dp // n for n in (2, 4) if dp % n == 0 and n < dp]
     layout: Any = draw(st.sampled_from(("whole", "megatron", "random"))) if tp > 1 else "whole"
-    may_shorten = layout != "random"  # which may slice tokens that do not divide then
+    slices_shared = draw(st.booleans()) if tp > 1 else False
+    may_shorten = layout != "random" and not slices_shared  # tokens may be sliced then
     return Draw(
         family=family,
         dp=dp,
@@ -151,7 +152,7 @@ def draws(draw: st.DrawFn, family: str) -> Draw:
         axis_order=draw(st.sampled_from(AXIS_ORDERS)) if dp > 1 and pp > 1 else AXIS_ORDERS[0],
         num_chunks=num_chunks,
         offload=draw(st.sampled_from(("none", "optimizer"))) if zero_stage == 3 else "none",
-        slices_shared=draw(st.booleans()) if tp > 1 else False,
+        slices_shared=slices_shared,
         is_shortened=draw(st.sampled_from((False, False, True))) if may_shorten else False,
     )
 
