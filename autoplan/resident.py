@@ -10,7 +10,17 @@ from autoplan.optimizers import Optimizer
 from autoplan.settings import Setting
 from autoplan.stage_costs import GroupBytes
 
-__all__ = ["StaticBytes", "live_bytes", "reduced_bytes", "static_bytes", "uses_fsdp"]
+__all__ = [
+    "REDUCED_TOGETHER_BYTES",
+    "StaticBytes",
+    "live_bytes",
+    "reduced_bytes",
+    "static_bytes",
+    "uses_fsdp",
+]
+
+# `sharders.GradientReducer` reduces gradients below this size together, in a buffer.
+REDUCED_TOGETHER_BYTES = 4 << 20
 
 _COMPUTED_BYTES = 2  # an element of the 16-bit dtypes that DeepSpeed computes in
 

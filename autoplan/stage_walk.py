@@ -8,7 +8,13 @@ from itertools import accumulate
 
 from autoplan.engines import Engine
 from autoplan.optimizers import Optimizer
-from autoplan.resident import live_bytes, reduced_bytes, static_bytes, uses_fsdp
+from autoplan.resident import (
+    REDUCED_TOGETHER_BYTES,
+    live_bytes,
+    reduced_bytes,
+    static_bytes,
+    uses_fsdp,
+)
 from autoplan.settings import Setting
 from autoplan.stage_costs import GroupBytes, StageBackward, StageBlock
 
@@ -117,6 +123,9 @@ class StageWalk:
         if self.has_buffer:
             self.gradients[_BUFFER] = sum(s.gradients for s in statics)
         self.is_flat = engine.is_flat
+        is_alone = self.has_buffer or self.is_flat or engine.bucket_elements > 0
+        self.joins = setting.dp > 1 and self.zero == 0 and not (self.wrapped or is_alone)
+        self.waiting = 0
         self.copies_gathered = engine.copies_gathered
         self.steps_in_backward = engine.steps_in_backward
         self.widens = is_mixed and not engine.is_gradient_wide
@@ -196,6 +205,9 @@ class StageWalk:
             temporary = sum(self.whole.values()) if self.widens else 0
         if self.is_flat:
             self.note("reducing gradients", sum(self.grads.values()))
+        if self.joins:
+            waiting = self.gradients.total if self.is_pipeline else self.waiting
+            self.note("reducing gradients", min(waiting, REDUCED_TOGETHER_BYTES))
         self.note("the optimizer step", 0 if self.is_offloaded else -(-temporary // shards))
 
     def _forward(self, part: range) -> None:
@@ -259,7 +271,13 @@ class StageWalk:
             if self.wrapped and self.zero == 3 and not block.is_glue:
                 self._gather_backward(index)
                 self._prefetch(index)
-            self._backward_of(index, block)
+            joins = self.joins and is_last and not self.is_pipeline
+            made = block.group.gathered_grads if joins else 0
+            is_full = self.waiting + made >= REDUCED_TOGETHER_BYTES
+            self._backward_of(index, block, REDUCED_TOGETHER_BYTES // 2 if is_full else 0)
+            self.waiting = (self.waiting + made) % REDUCED_TOGETHER_BYTES
+            if is_full:  # the last buffer was full before what waits now was made
+                self.note("reducing gradients", REDUCED_TOGETHER_BYTES - self.waiting)
             if syncs and index in self.compute:
                 self._reduce(index, reshards)
         if syncs and self.root in self.compute:
@@ -297,7 +315,12 @@ class StageWalk:
                 break
         return released
 
-    def _backward_of(self, index: int, block: StageBlock) -> None:
+    def _backward_of(self, index: int, block: StageBlock, joined: int) -> None:
+        """Walk the backward of a block.
+
+        `joined`: half of a buffer into which gradients are copied meanwhile to be reduced: it is
+        there at some point between the peak and the end, of which neither is told by sizes alone.
+        """
         extra = 0
         if self.later is not None:
             extra = block.deferred_bytes - self.later.get(index, 0)
@@ -317,7 +340,7 @@ class StageWalk:
         if self.later is not None:
             whole = block.memory.parameter_grads
             transient = whole if memory is block.memory else min(whole, block.group.largest)
-        self.note(f"backward of block {index}", transient)
+        self.note(f"backward of block {index}", transient + joined)
         self.activations -= block.own_kept + extra
         # Autograd adds up all gradients of a shared parameter before it touches the one there is.
         self.unmerged += block.group.early_grads - block.group.late_grads

@@ -9,13 +9,12 @@ from autoplan.cluster import Cluster
 from autoplan.meshes import stride_of
 from autoplan.offload import copy_in_s, copy_out_s
 from autoplan.profiles.link import LinkProfile, broadcast_time_s
-from autoplan.resident import uses_fsdp
+from autoplan.resident import REDUCED_TOGETHER_BYTES, uses_fsdp
 from autoplan.settings import Setting, Workload
 from autoplan.stage_costs import GroupBytes
 
 __all__ = [
     "INTERFERENCE",
-    "REDUCED_TOGETHER_BYTES",
     "DataParallelTimes",
     "copy_bytes",
     "data_parallel_link",
@@ -34,10 +33,6 @@ __all__ = [
 # Kernels and collectives that run at once each take longer by this factor, unless measured.
 # Source: Hetu-Galvatron, hardware_configs/overlap_coefficient.json (1.1256), GPU not stated.
 INTERFERENCE = 1.1256
-
-
-# `sharders.GradientReducer` reduces gradients below this size together.
-REDUCED_TOGETHER_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

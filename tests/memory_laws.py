@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 __all__ = ["StageSizes", "adamw_extra_bytes", "receive_buffer_bytes", "step_extra_bytes"]
 
+TOGETHER_BYTES = 4 << 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSizes:
@@ -22,6 +24,7 @@ class StageSizes:
         largest: largest single parameter.
         root_last: last parameter of the root group, whose gradient outlives the copy-in.
         root_early: root gradients that exist from the start of a backward (the head's).
+        tensors: of each parameter, in forward order.
     """
 
     blocks: tuple[int, ...]
@@ -29,6 +32,7 @@ class StageSizes:
     largest: int
     root_last: int
     root_early: int
+    tensors: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -84,8 +88,10 @@ def step_extra_bytes(
 ) -> int:
     """Return the peak of a step, above sharded parameters, optimizer, and receive buffers."""
     if zero_stage == 0 and not is_mixed:
+        total = sum(sizes.blocks) + sizes.root
         again = sizes.largest if num_microbatches > 1 else 0
-        return sum(sizes.blocks) + sizes.root + again
+        is_late = is_pipeline or num_microbatches > 1
+        return max(total + again, _joining(sizes.tensors, total if is_late else 0))
     live = _Live()
     root = len(sizes.blocks)
     size = [*sizes.blocks, sizes.root]
@@ -128,6 +134,23 @@ def step_extra_bytes(
             last = retained if group == root else 0
             _reduce(live, size, compute, group, dp, True, last, is_gloo, zero_stage)
     return live.peak
+
+
+def _joining(tensors: Sequence[int], existing: int) -> int:
+    """Return the most gradients and copies in the buffers that are reduced together.
+
+    Args:
+        tensors: of each parameter, in forward order.
+        existing: gradients that are there before the first buffer; 0: they are made meanwhile.
+    """
+    made = waiting = peak = 0
+    for index, size in enumerate(reversed(tensors)):
+        made += size
+        waiting += size
+        if waiting >= TOGETHER_BYTES or index == len(tensors) - 1:
+            peak = max(peak, max(existing, made) + waiting)
+            waiting = 0
+    return peak
 
 
 def _backward(

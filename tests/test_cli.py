@@ -230,8 +230,9 @@ def test_a_model_that_does_not_fit_is_answered_with_remedies(
     cluster.write_text("gpus_per_node: 2\ndevice: cpu\ndevice_memory: 10KiB\nreserve: 0\n")
     outcome = autoplan("plan", model_file, "--cluster", cluster, "--global-batch", 4)
     assert (outcome.code, outcome.out) == (2, "")
-    first, *others = outcome.err.strip().splitlines()
+    first, conflict, *others = outcome.err.strip().splitlines()
     assert first.startswith("autoplan: no plan fits: ")
+    assert conflict.startswith("conflict: 10.00 KiB a device alone, ")
     assert others
     assert all(line.startswith("remedy: ") for line in others)
 

@@ -15,11 +15,11 @@ from autoplan.profiles import load_profile
 from autoplan.profiles.device import DeviceProfile
 from autoplan.profiles.host import HostSeconds
 from autoplan.profiles.origin import Origin
+from autoplan.resident import REDUCED_TOGETHER_BYTES
 from autoplan.settings import Setting
 from autoplan.stage_costs import GroupBytes
 from autoplan.step_costs import (
     INTERFERENCE,
-    REDUCED_TOGETHER_BYTES,
     data_parallel_times,
     interference,
 )

@@ -41,12 +41,14 @@ def _sizes(module: torch.nn.Module) -> StageSizes:
         else:
             glue[name] = parameter.nbytes
     head = glue.get("head.weight", 0)
+    own = {name: parameter.nbytes for name, parameter in module.named_parameters()}
     return StageSizes(
         blocks=tuple(blocks.values()),
         root=sum(glue.values()),
         largest=max(p.nbytes for p in module.parameters()),
         root_last=head or list(glue.values())[-1],
         root_early=head,
+        tensors=tuple(own[name] for name, _ in GPT(CONFIG).named_parameters() if name in own),
     )
 
 
