@@ -72,7 +72,8 @@ class RankEmission:
 
     def build(self) -> ParallelModule:
         """Return the module: stage, tensor parallelism, recompute, ZeRO, pipeline in turn."""
-        stages = self._stages()
+        parameters = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
+        stages = self._stages(parameters)
         own = stages[self._rank("pp") :: self.plan.mesh.pp]
         form, sources = self._form(stages, [None] * len(own))
         module = ParallelModule(
@@ -84,16 +85,15 @@ class RankEmission:
             sources=self._sources(stages, sources),
             computes_loss=own[-1].index == len(stages) - 1,
             evaluator=self._evaluator(stages, own, form.parts),
-            reform=self._reform(form.parts),
+            reform=self._reform(form.parts, parameters),
         )
         self.holder.append(module)
         return module
 
-    def _stages(self) -> tuple[StageSlice, ...]:
-        """Return the stages of the plan, checked."""
+    def _stages(self, parameters: set[str]) -> tuple[StageSlice, ...]:
+        """Return the stages of the plan, checked against the names of the model's parameters."""
         cuts = [[block.call for block in stage.blocks] for stage in self.plan.stages]
         stages = slice_program(self.program, cuts)
-        parameters = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
         check_stages(self.plan, self.program, stages, parameters)
         return stages
 
@@ -119,21 +119,26 @@ class RankEmission:
         )
         return form, sources
 
-    def _reform(self, parts: Sequence[StagePart]) -> Callable[[Any], StepForm] | None:
+    def _reform(
+        self, parts: Sequence[StagePart], parameters: set[str]
+    ) -> Callable[[Any], StepForm] | None:
         """Return what traces the model for a batch of another shape; None without a skeleton."""
         skeleton = self.skeleton
         if skeleton is None:
             return None
         modes = [module.training for module in skeleton.modules()]
+        lasting = replace(self, model=nn.Module())  # the weights of other stages are let go
         made: list[StepForm] = []
 
         def reform(batch: Any) -> StepForm:
             for module, mode in zip(skeleton.modules(), modes, strict=True):
                 module.training = mode
-            program = captured_at_shape(self.plan, self.program, skeleton, batch, self.loss_fn)
-            program = with_true_metas(program, self.device)
-            other = replace(self, program=program, number=len(made) + 1)
-            form, _ = other._form(other._stages(), parts)
+            program = captured_at_shape(
+                lasting.plan, lasting.program, skeleton, batch, lasting.loss_fn
+            )
+            program = with_true_metas(program, lasting.device)
+            other = replace(lasting, program=program, number=len(made) + 1)
+            form, _ = other._form(other._stages(parameters), parts)
             made.append(form)
             return form
 
@@ -314,7 +319,8 @@ class RankEmission:
     ) -> Callable[[int], list[torch.Tensor]]:
         """Return what runs all micro-batches of a step: a loop, or a pipeline schedule."""
         if self.plan.mesh.pp == 1:
-            return lambda count: self.holder[0].run_microbatches(count)
+            holder = self.holder
+            return lambda count: holder[0].run_microbatches(count)
         assert self.mesh is not None, "a pipeline has a mesh"
         program, dtype, slices = self.program, self._compute_dtype, self.plan.slices
         is_wrapped = self.plan.mesh.dp > 1 or self._is_mixed or self.plan.offload != "none"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -117,3 +119,22 @@ def test_another_dtype_or_number_of_dimensions_is_refused_on_every_rank() -> Non
             assert f"ValueError: this rank's batch has {got} dimensions in ['input_ids']" in message
             assert "the plan was made for torch.int64 of 2: convert it" in message
             assert before == after
+
+
+def left_of_another_stage(rank: int, plan: Plan) -> tuple[int, float]:
+    """Return how many parameters of the other stage are still there, and a loss at a new length."""
+    model, loss = build("gpt")
+    own = {n: weakref.ref(p) for n, p in model.named_parameters()}
+    module = parallelize(plan, model, global_batch(ROWS), loss, device="cpu")
+    del model
+    value = float(module.train_step(tokens(plan.num_microbatches * ROWS, 10, 1)))
+    gc.collect()
+    mine = {name for name, _ in module.named_parameters()}
+    return sum(ref() is not None for n, ref in own.items() if n not in mine), value
+
+
+def test_a_stage_lets_go_of_the_weights_of_others() -> None:
+    plan = plan_of("gpt", pp=2, num_microbatches=2)
+    (first, loss), (second, same) = run_workers(left_of_another_stage, 2, plan)
+    assert (first, second) == (0, 0)
+    assert loss == same
