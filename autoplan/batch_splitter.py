@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,14 +40,17 @@ class BatchSplitter:
     dp_rank: int
     device: torch.device
 
-    def microbatches(self, batch: Any) -> list[tuple[torch.Tensor, ...]]:
-        """Return per micro-batch the leaves that this rank reads.
+    def leaves(self, batch: Any) -> list[torch.Tensor]:
+        """Return the tensor leaves of this rank's batch.
 
         Raises:
             ValueError: the batch has other leaves, of other dtypes or numbers of dimensions, or
                 another number of rows.
         """
-        leaves = self._leaves(batch, self.rows * self.num_microbatches, "this rank's batch")
+        return self._leaves(batch, self.rows * self.num_microbatches, "this rank's batch")
+
+    def microbatches(self, leaves: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
+        """Return per micro-batch the leaves that this rank reads."""
         moved = [leaves[i].to(self.device) for i in self.wanted]
         return [
             tuple(
@@ -61,13 +65,8 @@ class BatchSplitter:
         """Return the shapes of the leaves of a micro-batch."""
         return tuple(tuple(meta.shape) for meta in self.metas)
 
-    def form_of(self, batch: Any) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of the leaves of a micro-batch of this rank's batch.
-
-        Raises:
-            ValueError: as `microbatches`.
-        """
-        leaves = self._leaves(batch, self.rows * self.num_microbatches, "this rank's batch")
+    def form_of(self, leaves: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of the leaves of a micro-batch of this rank's batch."""
         return tuple(
             tuple(self.rows if d == dim else size for d, size in enumerate(leaf.shape))
             for dim, leaf in zip(self.batch_dims, leaves, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -128,7 +129,7 @@ class RankEmission:
             return None
         modes = [module.training for module in skeleton.modules()]
         lasting = replace(self, model=nn.Module())  # the weights of other stages are let go
-        made: list[StepForm] = []
+        numbers = itertools.count(1)
 
         def reform(batch: Any) -> StepForm:
             for module, mode in zip(skeleton.modules(), modes, strict=True):
@@ -137,9 +138,8 @@ class RankEmission:
                 lasting.plan, lasting.program, skeleton, batch, lasting.loss_fn
             )
             program = with_true_metas(program, lasting.device)
-            other = replace(lasting, program=program, number=len(made) + 1)
+            other = replace(lasting, program=program, number=next(numbers))
             form, _ = other._form(other._stages(parameters), parts)
-            made.append(form)
             return form
 
         return reform

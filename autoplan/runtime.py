@@ -85,9 +85,10 @@ class ParallelModule(nn.Module):
             mode = "train" if self._is_trained_in else "eval"
             raise ValueError(f"the plan is for {mode} mode: call {mode}() before train_step")
         count = self.plan.num_microbatches
-        form = self._form_of(batch)
+        leaves = self._splitter.leaves(batch)
+        form = self._form_of(batch, leaves)
         self._use(form)
-        self._feed(form.splitter.microbatches(batch))
+        self._feed(form.splitter.microbatches(leaves))
         for part in self._parts:
             part.sharder.before_step(count)
             part.buffers.begin()
@@ -114,20 +115,21 @@ class ParallelModule(nn.Module):
 
     def forward_microbatch(self, batch: Any) -> torch.Tensor:
         """Return the loss of the first micro-batch with its graph; for measuring, not training."""
-        form = self._form_of(batch)
+        leaves = self._splitter.leaves(batch)
+        form = self._form_of(batch, leaves)
         self._use(form)
         (part,) = form.parts
-        self._feed(form.splitter.microbatches(batch)[:1])
+        self._feed(form.splitter.microbatches(leaves)[:1])
         loss: torch.Tensor = part.root()[0]
         return loss
 
-    def _form_of(self, batch: Any) -> StepForm:
-        """Return what runs for a batch, made when its shape first comes.
+    def _form_of(self, batch: Any, leaves: Sequence[torch.Tensor]) -> StepForm:
+        """Return what runs for a batch with these leaves, made when its shape first comes.
 
         No collective is needed for that: data-parallel ranks may have different shapes, and ranks
         that differ in tp or pp only have the same and make theirs together.
         """
-        key = self._splitter.form_of(batch)
+        key = self._splitter.form_of(leaves)
         if key not in self._forms:
             if self._reform is None:
                 sizes = ", ".join(f"{n} {s}" for n, s in zip(self._splitter.keys, key, strict=True))

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from autoplan.autocast import InAutocast
-from autoplan.backends import Backend
 from autoplan.bundler import Bundle, bundle
 from autoplan.calls import runs_again, written_places
 from autoplan.collectives import Redistribute
@@ -29,9 +28,8 @@ from autoplan.models import LoadedModel
 from autoplan.plan import BlockPlan, Plan
 from autoplan.processes import ensure_process_group, exit_worker, seed_ranks
 from autoplan.program import BlockGraph, Program, TensorMeta
-from autoplan.recapture import captured_for
+from autoplan.recapture import captured_for, with_true_metas
 from autoplan.recompute import KeepPlan, keep_plan
-from autoplan.runner import true_metas
 from autoplan.script_text import HEAD, TAIL, model_text
 from autoplan.sharders import store_in_float32
 from autoplan.stages import (
@@ -97,8 +95,8 @@ def write_script(plan: Plan, loaded: LoadedModel, spec: str) -> str:
             op; says which.
     """
     program = captured_for(plan, loaded.model, loaded.batch, loaded.loss_fn)
-    backend: Backend = "cuda" if plan.provenance.get("backend_rules") == "cuda" else "cpu"
-    program = dataclasses.replace(program, metas=true_metas(program, backend))
+    backend = "cuda" if plan.provenance.get("backend_rules") == "cuda" else "cpu"
+    program = with_true_metas(program, torch.device(backend))
     return _Script(plan, program, loaded.model).text(spec, loaded)
 
 
