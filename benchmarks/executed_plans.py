@@ -66,7 +66,7 @@ __all__ = [
 ]
 
 ROWS = 8
-METERED_STEPS, ROUNDS = 3, 8
+METERED_STEPS, ROUNDS = 8, 8  # of metered steps up to half may find a buffer let go of late
 AT_ONCE = 6  # plans that take turns: each has process groups, and their threads, of its own
 YARDSTICK_PRODUCTS, YARDSTICK_SIZE = 12, 384  # about 30 ms of one idle core
 GPT_CONFIG = GPTConfig(vocab_size=512, max_tokens=128, num_layers=4, num_heads=4, width=192)
@@ -243,7 +243,8 @@ def _prepared(plan: Plan) -> _Running:
     """Return a plan on this rank after some steps under a meter.
 
     The peak is the least over the steps after the first, which makes the optimizer's states: on
-    gloo a background thread lets go of buffers now and then later than the plan does.
+    gloo a background thread lets go of buffers now and then later than the plan does. (Where ranks
+    sleep for 5 ms after each gather and reduction of a layer, every step has that least peak.)
     """
     loaded = load(plan.model)
     module = plan.parallelize(loaded.model, loaded.batch, loaded.loss_fn)
