@@ -13,7 +13,7 @@ from autoplan.profiles.link import LinkProfile
 from benchmarks.published_engines import Skipped
 from benchmarks.published_shapes import amount, need, number
 
-__all__ = ["PROFILES", "cluster_of", "gpus_of", "stated_network"]
+__all__ = ["MEMORY_ONLY", "PROFILES", "cluster_of", "gpus_of", "stated_network"]
 
 GIB = 2**30
 
@@ -46,6 +46,19 @@ PROFILES = {
     "RTX 4090-24": "rtx_4090",
 }
 
+# GPUs without a profile: one of their generation (the same attention kernels and allocator), and
+# their nominal memory over its. Bytes and fit or OOM are predicted for them, no time.
+MEMORY_ONLY = {
+    "GB200": ("b200_sxm", 186 / 180),
+    "A40": ("a10", 48 / 24),
+    "RTX A6000": ("a10", 48 / 24),
+    "A10G": ("a10", 24 / 24),
+    "RTX 3090": ("a10", 24 / 24),
+    "L4": ("l40s", 24 / 48),
+    "L40": ("l40s", 48 / 48),
+    "RTX 4080": ("rtx_4090", 16 / 24),
+}
+
 # Of the nominal rate, what messages reach: calculon's constant for A100 clusters, as in profiles.
 _NETWORK_SHARE = 0.9
 _RATE = r"\b(?:(?P<count>\d+) ?x ?)?(?P<rate>\d+) ?Gb(?:ps|/s|it/s)?\b(?P<what>[^;,]*)"
@@ -53,7 +66,7 @@ _OF_WHAT = re.compile(r"node-node|per node|per GPU")
 
 
 def gpus_of(row: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the GPUs that a row may mean, by the names of `PROFILES`.
+    """Return the GPUs that a row may mean, by the names of `PROFILES` or `MEMORY_ONLY`.
 
     An A100 of no stated memory is either, unless the other could not hold what was measured.
 
@@ -72,20 +85,27 @@ def gpus_of(row: Mapping[str, str]) -> tuple[str, ...]:
             return tuple(f"A100-{size}" for size in sizes)
     if "DGX-2" in gpu:
         return ("V100-32",)  # sold with that memory only
+    words = re.findall(r"[A-Z]*\d+\w*", gpu.upper())  # "A10-24 (A10G)": the last one that is known
+    for word in reversed(words):
+        for name in MEMORY_ONLY:
+            if word == name.split()[-1].upper():
+                return (name,)
     raise Skipped(f"no profile for GPU {gpu or 'that is not given'}")
 
 
 def cluster_of(row: Mapping[str, str], gpu: str) -> Cluster:
-    """Return the cluster of a row with GPUs of that name of `PROFILES`.
+    """Return the cluster of a row with GPUs of that name of `PROFILES` or `MEMORY_ONLY`.
 
     Raises:
         Skipped: its nodes are not full.
     """
+    profile, share = MEMORY_ONLY.get(gpu) or (PROFILES[gpu], 1.0)
     try:
-        device = load_profile(PROFILES[gpu])
+        device = load_profile(profile)
     except ValueError as error:
         raise Skipped(str(error)) from None
     device = _with_bfloat16(device)
+    device = replace(device, memory_bytes=int(device.memory_bytes * share))
     gpus = need(row, "gpus")
     per_node = min(number(row, "gpus_per_node") or 8, gpus)
     if "SXM3" in gpu or "DGX-2" in (row.get("gpu") or ""):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from autoplan.cluster import Cluster
 from autoplan.graph import BlockTrace
 from autoplan.plan import Recompute
-from benchmarks.published_clusters import cluster_of, gpus_of
+from benchmarks.published_clusters import MEMORY_ONLY, cluster_of, gpus_of
 from benchmarks.published_engines import COMPILED, Skipped, engine_of, rung_of
 from benchmarks.published_models import Shape
 from benchmarks.published_shapes import amount, family_of, need, number, padded, shape_of
@@ -45,6 +45,7 @@ class Configuration:
         options: further arguments of `estimate`.
         assumed: what the row left open, and the value taken here.
         allocator: of the software that ran, where it is torch's.
+        is_timed: the GPU has a profile; bytes alone can be compared otherwise.
     """
 
     shape: Shape
@@ -53,6 +54,7 @@ class Configuration:
     options: Mapping[str, Any]
     assumed: Mapping[str, Any]
     allocator: Literal["segments"] | None = "segments"
+    is_timed: bool = True
 
 
 def measured_time_s(row: Mapping[str, str]) -> float | None:
@@ -128,6 +130,7 @@ def configurations(row: Mapping[str, str]) -> list[Configuration]:
                 options=options,
                 assumed=choice,
                 allocator=None if is_other else "segments",
+                is_timed=not MEMORY_ONLY.keys() & set(gpus),
             )
         )
     return found

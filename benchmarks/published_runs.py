@@ -106,6 +106,9 @@ def _price_row(row: Texts, file: str, line: int, store: TraceStore) -> Outcome:
     if time_s is None and memory is None and outcome not in ("fit", "oom"):
         raise Skipped("nothing was measured")
     found = configurations(row)
+    has_profile = all(configuration.is_timed for configuration in found)
+    if not has_profile and memory is None and outcome not in ("fit", "oom"):
+        raise Skipped(f"no profile for GPU {row['gpu']}, and its memory was not measured")
     largest = max(configuration.cluster.device.memory_bytes for configuration in found)
     if memory is not None and memory[0] > _MOST_OF_DEVICE * largest:
         raise Skipped(f"peak_mem_gib {row['peak_mem_gib']} is more than the device has")
@@ -118,7 +121,7 @@ def _price_row(row: Texts, file: str, line: int, store: TraceStore) -> Outcome:
         _peak(price, kind, is_last, stages_of_first_node(configuration))
         for price, configuration in zip(prices, found, strict=True)
     ]
-    is_timed = time_s is not None and row.get("deterministic") != "true"
+    is_timed = time_s is not None and has_profile and row.get("deterministic") != "true"
     return Outcome(
         **start,
         left_out=_left_out(row, is_timed=is_timed, has_memory=memory is not None),
@@ -141,7 +144,9 @@ def _left_out(row: Texts, *, is_timed: bool, has_memory: bool) -> str:
     """Return what a row states and is not compared."""
     reasons = []
     if not is_timed and (row["iter_time_s"] or row["tokens_per_s_per_gpu"]):
-        reasons.append("time: not one of the batch and length of the row, or deterministic mode")
+        reasons.append(
+            "time: not one of the batch and length of the row, deterministic mode, or no profile"
+        )
     if not has_memory and row["peak_mem_gib"]:
         reasons.append(f"memory: kind {row['mem_kind'][:40]!r} is not known")
     if not is_timed and not has_memory and row["outcome"].lower() not in ("fit", "oom"):

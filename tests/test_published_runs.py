@@ -186,6 +186,21 @@ def test_a_gpu_of_no_stated_memory_is_each_that_holds_what_was_measured() -> Non
         gpus_of({"gpu": "A100", "peak_mem_gib": "90"})
 
 
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [("A10-24 (A10G)", "A10G"), ("A40-48", "A40"), ("RTX 3090-24", "RTX 3090"), ("L4-24", "L4")],
+)
+def test_of_a_gpu_without_a_profile_bytes_alone_are_compared(gpu: str, name: str) -> None:
+    assert gpus_of({"gpu": gpu}) == (name,)
+    priced = price_row({**ROW, "gpu": gpu}, "made_up.csv", 2, TraceStore())
+    assert priced.predicted_time_s is None
+    assert "no profile" in priced.left_out
+    assert priced.predicted_bytes is not None
+    assert priced.predicted_oom == (False, False)
+    timed = {**ROW, "gpu": gpu, "peak_mem_gib": "", "outcome": ""}
+    assert "no profile" in price_row(timed, "made_up.csv", 2, TraceStore()).skipped
+
+
 def test_the_time_of_another_batch_or_length_is_not_compared() -> None:
     assert measured_time_s({**ROW, "notes": "time is per micro-batch iteration"}) is None
 
