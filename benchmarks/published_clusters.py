@@ -36,6 +36,9 @@ PROFILES = {
     "H200-SXM": "h200_sxm",
     "B200": "b200_sxm",
     "B200-SXM": "b200_sxm",
+    "GB200": "gb200",
+    "B300": "b300_sxm",
+    "B300-SXM": "b300_sxm",
     "V100-SXM2-32": "v100_sxm_32gb",
     "V100-SXM3-32": "v100_sxm_32gb",
     "V100-32": "v100_sxm_32gb",
@@ -49,7 +52,6 @@ PROFILES = {
 # GPUs without a profile: one of their generation (the same attention kernels and allocator), and
 # their nominal memory over its. Bytes and fit or OOM are predicted for them, no time.
 MEMORY_ONLY = {
-    "GB200": ("b200_sxm", 186 / 180),
     "A40": ("a10", 48 / 24),
     "RTX A6000": ("a10", 48 / 24),
     "A10G": ("a10", 24 / 24),

@@ -228,6 +228,9 @@ def _bus_bandwidth(source: DeviceSource, measurements: Measurements) -> tuple[Fa
         fact_or_none = measurements.find(source.family, quantity)
         if fact_or_none is not None:
             return fact_or_none, "nccl-tests bus bandwidth on 8 GPUs"
+    if source.curve == "mleng_b200":
+        fact = measurements.need(("B200-SXM",), "allreduce_busbw_8gpu_ring")
+        return fact, "ring on 8 B200, transferred: the same NVLink 5"
     if source.name.startswith("v100"):
         return measurements.bus("bs_v100_1n", "V100-SXM2-32"), "all_reduce on 4 GPUs of one node"
     fact = measurements.need(("A100-PCIe-80",), "intra_node_pcie_8x:all_reduce_efficiency")
@@ -274,7 +277,7 @@ def _inter_curves(
     source: DeviceSource, measurements: Measurements, collect: _Collector
 ) -> tuple[CollectiveTable, ...]:
     """Return what was measured by size between nodes of this GPU; mostly nothing was."""
-    if source.name.startswith("b200"):
+    if source.curve == "mleng_b200":
         collect.origins["nccl"] = measurements.sweep_origin("mleng_b200", (32,))
         sweep = measurements.sweep("mleng_b200", "all_reduce", 32)
         return (replace(sweep, ranks_per_node=8),)
@@ -300,7 +303,7 @@ def _network(source: DeviceSource, measurements: Measurements) -> tuple[float, O
         )
         text = f"{note}; {fact.source}; {efficiency.source}"
         return fact.value * efficiency.value * GBIT, Origin(kind="assumed", text=text)
-    if source.name.startswith("b200"):
+    if source.curve == "mleng_b200":
         last = measurements.sweep("mleng_b200", "all_reduce", 32).rows[-1]
         bus = 2 * 31 / 32 * last[0] / last[1] / 8
         found = measurements.sweep_origin("mleng_b200", (32,))

@@ -85,12 +85,20 @@ def gemm_tables(
     ]
     text = f"efficiency by shape measured on {source.gemm_donor}; {rows[0]['source']}"
     kind: OriginKind = "published"
+    is_own = source.name.startswith(("b200", "a100_pcie"))
+    is_relative = source.gemm_donor == "B200"  # of one generation: the same share is sustained
     shares = tuple(
-        sustained_share(measurements, _density(measurements, family, watts))
+        1.0 if is_relative else sustained_share(measurements, _density(measurements, family, watts))
         for family, watts in ((source.family, source.watts), (donor_device, None))
     )
-    if source.gemm_donor == "B200" or source.name.startswith("a100_pcie"):
+    if is_own:
         factor = 1.0
+    elif is_relative and ours is not None:
+        factor = ours.value / theirs.value
+        text = (
+            f"transferred: {text}; times {ours.value:g} / {theirs.value:g}, the highest matmul "
+            f"TFLOP/s measured on each ({ours.source}); the same share of it is assumed sustained"
+        )
     elif ours is not None:
         factor = ours.value / theirs.value * shares[0] / shares[1]
         text = (
@@ -272,6 +280,8 @@ def attention_full_matrix(
         "causal kernel, whole-matrix FLOPs halved, backward counted as 2.5 times forward; the same "
         f"rate per computed FLOP is assumed without a mask; {citation}"
     )
+    if not source.name.startswith("b200"):
+        text += "; transferred: the same rate is assumed here"
     return _attention_tables(rates, dtype, "flash2"), {
         "attention": Origin(kind="published", text=text, device=source.attention_donor)
     }
