@@ -75,6 +75,7 @@ class Op:
     fqn: str
     line: str
     meta: TensorMeta | None
+    _inputs: tuple[str, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def target_name(self) -> str:
@@ -85,7 +86,11 @@ class Op:
 
     def inputs(self) -> tuple[str, ...]:
         """Return the names of the values it reads, each once, in order of appearance."""
-        return tuple(dict.fromkeys(refs((self.args, dict(self.kwargs)))))
+        if self._inputs is None:  # asked for very often while a model is traced
+            found = tuple(dict.fromkeys(refs((self.args, self.kwargs))))
+            object.__setattr__(self, "_inputs", found)
+            return found
+        return self._inputs
 
     def reading(self, rename: Callable[[str], str]) -> Op:
         """Return the call with other names of the values that it reads."""
