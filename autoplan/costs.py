@@ -51,6 +51,7 @@ class Pricer:
         tally: counts look-ups.
         frontiers: solves the problems of block classes.
         options: what `search_options` has made, by kind of call.
+        least_kept: what `held` has found, likewise.
     """
 
     trace: Trace
@@ -74,6 +75,7 @@ class Pricer:
     _timers: dict[tuple[int, bool], Timer] = field(default_factory=dict)
     _shared: dict[int, frozenset[str]] | None = None
     options: dict[tuple[object, ...], BlockOption] = field(default_factory=dict)
+    least_kept: dict[tuple[object, ...], dict[GroupBytes, int]] = field(default_factory=dict)
     _held: list[frozenset[str]] | None = None
     _num_nodes: int | None = None
     _by_device: dict[Cluster, Pricer] = field(default_factory=dict)
@@ -84,6 +86,25 @@ class Pricer:
             return self
         return Pricer(
             trace=trace, cluster=self.cluster, workload=self.workload, recompute=self.recompute
+        )
+
+    def only_for_memory(
+        self, cluster: Cluster, workload: Workload, recompute: str | None
+    ) -> Pricer:
+        """Return a pricer that says what these decisions hold under another cluster or workload.
+
+        Its seconds are not to be asked for. What blocks hold is found once for both.
+        """
+        return Pricer(
+            trace=self.trace,
+            cluster=cluster,
+            workload=workload,
+            recompute=recompute,
+            reference=self,
+            _layouts=self._layouts,
+            _bases=self._bases,
+            _groups=self._groups,
+            least_kept=self.least_kept,
         )
 
     def decisions(

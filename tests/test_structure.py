@@ -115,7 +115,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("costs",),
     ("stage_bytes",),
     ("search_options", "plan_prices", "reserved", "interleaving"),
-    ("setting_problem", "split_cuts"),
+    ("setting_problem", "split_cuts", "held"),
     ("stage_pricing", "plan_timeline"),
     ("plan_writer", "simple"),
     ("bounds", "setting_solver", "verifier", "report", "dimension_text"),
