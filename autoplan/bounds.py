@@ -105,11 +105,7 @@ def static_reason(planner: Planner, setting: Setting) -> str | None:
 
 def unrunnable_reason(planner: Planner, setting: Setting) -> str | None:
     """Return why no plan of a setting can be run, whatever it takes, or None."""
-    return (
-        layout_reason(planner, setting)
-        or _write_reason(planner, setting)
-        or _unlike_reason(planner, setting)
-    )
+    return layout_reason(planner, setting) or _write_reason(planner, setting)
 
 
 def _write_reason(planner: Planner, setting: Setting) -> str | None:
@@ -148,18 +144,6 @@ def _state_bytes(planner: Planner) -> int:
                 sizes[canonical.get(fqn, fqn)] = int(state.nbytes * ratio * factor)
         planner.state_bytes = sum(sizes.values())
     return planner.state_bytes
-
-
-def _unlike_reason(planner: Planner, setting: Setting) -> str | None:
-    """Return why a setting would put unlike devices into one stage, or None."""
-    if not planner.cluster.slower:
-        return None
-    try:
-        for stage in range(setting.pp):
-            planner.cluster.on_stage(setting, stage)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def most_bytes(planner: Planner, setting: Setting) -> int:

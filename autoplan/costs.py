@@ -81,7 +81,7 @@ class Pricer:
     options: dict[tuple[object, ...], BlockOption] = field(default_factory=dict)
     _held: list[frozenset[str]] | None = None
     _num_nodes: int | None = None
-    _by_device: dict[str, Pricer] = field(default_factory=dict)
+    _by_device: dict[Cluster, Pricer] = field(default_factory=dict)
 
     def of(self, trace: Trace) -> Pricer:
         """Return the pricer of another trace of the model; itself for its own."""
@@ -442,18 +442,12 @@ class Pricer:
         )
 
     def on_stage(self, setting: Setting, stage: int) -> Pricer:
-        """Return the pricer of a stage's own type of device; this one where all are alike.
-
-        Ranks of a stage on several types wait for the slowest.
-        """
+        """Return the pricer of a stage's own type of device; this one where all are alike."""
         if not self.cluster.slower:
             return self
-        try:
-            own = self.cluster.on_stage(setting, stage)
-        except ValueError:
-            own = self.cluster.on_slowest()
-        if own.device.name not in self._by_device:
-            self._by_device[own.device.name] = Pricer(
+        own = self.cluster.on_stage(setting, stage)
+        if own not in self._by_device:
+            self._by_device[own] = Pricer(
                 trace=self.trace,
                 cluster=own,
                 workload=self.workload,
@@ -461,7 +455,7 @@ class Pricer:
                 tally=self.tally,
                 frontiers=self.frontiers,
             )
-        return self._by_device[own.device.name]
+        return self._by_device[own]
 
     def slowness(self, setting: Setting, stage: int) -> float:
         """Return how many times longer a stage's type takes for all blocks than the first type."""

@@ -116,7 +116,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("stage_pricing", "plan_timeline"),
     ("plan_writer", "simple"),
     ("bounds", "setting_solver", "verifier", "report", "dimension_text"),
-    ("leanest", "remedies", "reasons"),
+    ("leanest", "remedies", "reasons", "alone"),
     ("planner",),
     ("configurations",),
     ("estimating", "optimizing"),
