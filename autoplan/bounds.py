@@ -17,7 +17,7 @@ from autoplan.search.candidates import Refinement
 from autoplan.search.problem import Run
 from autoplan.search.together import together_bound
 from autoplan.search_options import alike, block_option, least_option
-from autoplan.setting_problem import borders_s, split_saving, usable_decisions
+from autoplan.setting_problem import borders_s, split_saving, usable_decisions, with_detours
 from autoplan.settings import Setting
 from autoplan.shared_writes import lost_under
 from autoplan.split_steps import saved_at_most
@@ -371,7 +371,9 @@ def _together(planner: Planner, setting: Setting, convention: Convention) -> int
         call = calls[0]
         block = pricer.trace.calls[call].block
         options = []
-        for decision in usable_decisions(pricer, block, setting, convention):
+        plain = usable_decisions(pricer, block, setting, convention)
+        decisions, detours = with_detours(pricer, block, setting, convention, plain)
+        for decision in decisions:
             work = pricer.base(block, decision, setting.tp)
             less = work.memory.held_output_bytes
             option = block_option(pricer, call, decision, setting, live[-1])
@@ -379,7 +381,7 @@ def _together(planner: Planner, setting: Setting, convention: Convention) -> int
                 less += work.deferred.nbytes + work.deferred.released_bytes
             kept = max(0, option.kept - -(-less // unit))
             options.append(replace(option, kept=kept, once=v * option.once))
-        runs.append(Run(count=len(calls), options=tuple(options)))
+        runs.append(Run(count=len(calls), options=tuple(options), detours=detours))
     clusters = [planner.cluster.on_stage(setting, stage) for stage in range(setting.pp)]
     bound = together_bound(
         runs,
