@@ -28,7 +28,13 @@ from autoplan.search.fixing import least_sums
 from autoplan.search.frontier import Eliminations, fastest_choice
 from autoplan.tensor_layout import Border
 
-__all__ = ["STAGE_WAYS", "DetourDecisions", "hands_to_alike", "worthwhile_detours"]
+__all__ = [
+    "STAGE_WAYS",
+    "DetourDecisions",
+    "gaining_ways",
+    "hands_to_alike",
+    "worthwhile_detours",
+]
 
 STAGE_WAYS: tuple[Border, ...] = ("whole", "tokens")
 """Ways in which activations cross the borders of stages."""
@@ -84,6 +90,13 @@ def worthwhile_detours(
         return {}
     prices = _prices(models[0], eliminations)
     costs = np.min([_border_costs(model, eliminations, prices) for model in models], axis=0)
+    return gaining_ways(ways, costs)
+
+
+def gaining_ways(
+    ways: Sequence[Border], costs: NDArray[np.float64]
+) -> Mapping[Border, tuple[Border, ...]]:
+    """Return what `worthwhile_detours` does, by [way in, way out, price] costs, no price first."""
     spare = _TOLERANCE * _least_mean(costs)[0]
     bases = [way for way in STAGE_WAYS if way in ways]
     by_way = {way: costs[ways.index(way), ways.index(way)] for way in ways}
@@ -97,7 +110,8 @@ def worthwhile_detours(
             other = np.minimum(costs[j, j], (costs[i, j] + costs[j, i]) / 2)
             if way != base and (other < by_way[base] - spare).any():
                 own.append(way)
-        found[base] = tuple(own)
+        if own:
+            found[base] = tuple(own)
     return found
 
 

@@ -304,8 +304,9 @@ class Plan:
     @property
     def slices(self) -> int:
         """Return into how many slices of tokens activations are cut where they cross stages."""
-        last = self.placements.get(self.stages[-1].blocks[0].placements)  # what enters the stage
-        return self.mesh.tp if last is not None and last.borders == "tokens" else 1
+        first = [stage.blocks[0].placements for stage in self.stages[1:] if stage.blocks]
+        entering = [self.placements[name].borders for name in first if name in self.placements]
+        return self.mesh.tp if "tokens" in entering else 1
 
     def to_json(self) -> str:
         """Return readable JSON text."""
