@@ -83,6 +83,7 @@ class Pricer:
     least_kept: dict[tuple[object, ...], dict[GroupBytes, int]] = field(default_factory=dict)
     _held: list[frozenset[str]] | None = None
     _num_nodes: int | None = None
+    _slowness: dict[tuple[Cluster, Setting], float] = field(default_factory=dict)
     _by_device: dict[Cluster, Pricer] = field(default_factory=dict)
 
     def of(self, trace: Trace) -> Pricer:
@@ -483,15 +484,20 @@ class Pricer:
         own = self.on_stage(setting, stage)
         if own.cluster.device is self.cluster.device:
             return 1.0
-        calls = [
-            (call, self.plain_decision(trace_call.block, setting.tp))
-            for call, trace_call in enumerate(self.trace.calls)
-        ]
-        own_s, first_s = (
-            sum(p.forward_s + p.backward_s for p in (x.price(c, d, setting) for c, d in calls))
-            for x in (own, self)
-        )
-        return max(1.0, own_s / first_s)
+        key = (own.cluster, setting)
+        if key not in self._slowness:
+            first = {
+                call.block: index for index, call in reversed(list(enumerate(self.trace.calls)))
+            }
+            count = Counter(call.block for call in self.trace.calls)
+            own_s, first_s = 0.0, 0.0
+            for block, call in first.items():
+                decision = self.plain_decision(block, setting.tp)
+                theirs, ours = (x.price(call, decision, setting) for x in (own, self))
+                own_s += count[block] * (theirs.forward_s + theirs.backward_s)
+                first_s += count[block] * (ours.forward_s + ours.backward_s)
+            self._slowness[key] = max(1.0, own_s / first_s)
+        return self._slowness[key]
 
     def action_s(self, setting: Setting) -> float:
         """Return seconds of the host in a forward or a backward of a pipeline stage, ops apart."""

@@ -164,7 +164,7 @@ class Predicted:
         capacity_bytes: Device_Memory that every peak was held against.
         lookups: how many kernels of one micro-batch have a time that was measured, interpolated,
             extrapolated or from the roofline; every call counts, forward and backward.
-        host_bytes: per stage, bytes of a rank's shards in host memory; empty without offload.
+        host_bytes: likewise, bytes of the rank's shards in host memory; empty without offload.
     """
 
     step_time_s: float
