@@ -27,7 +27,8 @@ WAYS: tuple[Border, ...] = ("whole", "tokens", "features")
 
 def sums(entering: list[list[float]], leaving: list[list[float]]) -> NDArray[np.float64]:
     """Return costs that are the sum of what either end takes, [way, price] each."""
-    return np.array(entering)[:, None, :] + np.array(leaving)[None, :, :]
+    first = np.asarray(entering, dtype=np.float64)[:, None, :]
+    return np.add(first, np.asarray(leaving, dtype=np.float64)[None, :, :])
 
 
 def test_no_detour_gains_where_one_way_is_best_at_every_price() -> None:
