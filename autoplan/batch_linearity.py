@@ -18,6 +18,7 @@ from typing import Literal
 
 from autoplan.autocast import bare
 from autoplan.axis_labels import arguments, op_name
+from autoplan.batch_sums import SUM_NOTE, is_row_sum
 from autoplan.graph import OpDimensions
 from autoplan.program import BlockGraph, Op, Program, Ref
 from autoplan.step_means import find_denominators
@@ -47,6 +48,7 @@ _ALONG = frozenset((
     "softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp",
     "roll", "flip", "sort", "argsort", "cummax", "cummin", "topk",
 ))  # fmt: skip
+_RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 _SAME_VALUES = frozenset((
     "view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "expand", "expand_as", "clone",
     "detach", "alias", "to", "_to_copy", "type_as", "contiguous",
@@ -66,6 +68,7 @@ def linearity_notes(
     denominators = {(d.call, d.op) for d in find_denominators(program, range(len(program.calls)))}
     levels = _entering(program)
     ranges = _ranges(program.side_ops, set())
+    sums: set[str] = set()
     found: dict[tuple[str, str], str] = {}
     mixed: dict[tuple[str, str], str] = {}
     for index, call in enumerate(program.calls):
@@ -75,8 +78,17 @@ def linearity_notes(
         }
         own = {n for n, arg in zip(graph.inputs, call.args, strict=True) if arg in ranges}
         own = _ranges(graph.ops, own)
+        summed = {n for n, arg in zip(graph.inputs, call.args, strict=True) if arg in sums}
         for op in graph.ops:
             made, is_linear = _made(op, inner, dimensions[call.graph].get(op.name), graph)
+            operands = {inner.get(name, "free") for name in op.inputs()}
+            if is_row_sum(
+                op,
+                reduces_rows=made == "all" and "all" not in operands,
+                sums=summed,
+                made_of_rows={name for name in op.inputs() if inner.get(name, "free") != "free"},
+            ):
+                summed.add(op.name)
             inner[op.name] = made
             where = ".".join(part for part in (call.fqn, op.fqn) if part) or "the loss"
             if not is_linear and (index, op.name) not in denominators:
@@ -89,7 +101,8 @@ def linearity_notes(
             for name, out in zip(graph.outputs, call.outs, strict=True)
         )
         ranges.update(o for n, o in zip(graph.outputs, call.outs, strict=True) if n in own)
-    notes = []
+        sums.update(o for n, o in zip(graph.outputs, call.outs, strict=True) if n in summed)
+    notes = [SUM_NOTE] if program.loss in sums else []
     if found:
         notes.append(
             f"{_first_of(found)} makes the loss other than linear in the batch (a product or root "
@@ -102,7 +115,8 @@ def linearity_notes(
             f"{_first_of(mixed)} compares rows of the batch with each other, as contrastive losses "
             "do: a plan that splits the batch (dp or num_microbatches above 1) compares only the "
             "rows of a micro-batch of a rank, which trains something else than one device; pin "
-            "dp=1 and num_microbatches=1 to compare all"
+            "dp=1 and num_microbatches=1 to compare all, or tell batch_dim where the batch does "
+            "not lie in dimension 0"
         )
     return tuple(notes)
 
@@ -134,7 +148,14 @@ def _compares_rows(op: Op, dims: OpDimensions | None) -> bool:
     if _batches(dims.output) > 1:
         return all(_batches(labels) < 2 for labels in dims.inputs)
     name = op_name(bare(op))
-    if name not in _ALONG or not dims.inputs or not dims.inputs[0]:
+    if not dims.inputs or not dims.inputs[0]:
+        return False
+    if name == "scaled_dot_product_attention":
+        return _batches(dims.inputs[0][-2:-1]) > 0  # queries attend to each other's keys
+    if name in _RECURRENT:
+        tokens = dims.inputs[0][1 if arguments(bare(op))["batch_first"] else 0]
+        return _batches((tokens,)) > 0
+    if name not in _ALONG:
         return False
     given = arguments(bare(op))
     along = given.get("dim", given.get("dims", -1))

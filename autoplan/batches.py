@@ -6,6 +6,7 @@ function takes two arguments), anything else as the only argument.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autoplan.batch_forms import learn_forms
 from autoplan.errors import TraceError
 
 __all__ = [
@@ -85,7 +87,9 @@ class OutputModule(LossModule):
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         args, kwargs, _ = split_batch(self.model, self.batch_of(tensors), None)
-        leaves, spec = pytree.tree_flatten(self.model(*args, **kwargs))
+        output = self.model(*args, **kwargs)
+        learn_forms(output)
+        leaves, spec = pytree.tree_flatten(output)
         found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not found:
             raise TraceError("the model returns no tensor")
@@ -104,20 +108,45 @@ class OutputModule(LossModule):
 
 def reduce_loss(output: Any, loss_fn: LossFn | None, target: tuple[Any, ...]) -> torch.Tensor:
     """Return the scalar loss of a model's output; see `capture` for the forms allowed."""
-    loss: Any
-    if loss_fn is not None:
-        loss = loss_fn(output, *target)
-    elif isinstance(output, torch.Tensor):
-        loss = output
-    else:
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = loss_fn(output, *target) if loss_fn is not None else _own_loss(output)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else loss
+        got = _described(loss)
+        if loss is None and loss_fn is None:
+            got = f"missing: the model returns {_described(output)}"
         raise TraceError(
-            f"the loss is {got}: it must be a tensor with one element; pass loss_fn=, or a batch "
-            "with which the model returns its loss (HF models: labels)"
+            f"the loss is {got}; it must be a tensor with one element: pass loss_fn=, or a batch "
+            "with which the model returns its loss alone, as loss or under the name loss (HF "
+            "models: labels), or as the only number with a gradient in a tuple"
         )
     return loss
+
+
+def _own_loss(output: Any) -> Any:
+    """Return the loss in a model's output; None where it has none."""
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    if hasattr(output, "loss"):
+        return output.loss
+    parts = output if isinstance(output, (tuple, list)) else ()
+    trained = [x for x in parts if isinstance(x, torch.Tensor) and x.requires_grad]
+    numbers = [x for x in trained if x.numel() == 1]
+    return numbers[0] if len(numbers) == 1 else None
+
+
+def _described(value: Any) -> str:
+    """Return what a value is, for a message: a tensor by its shape, a container by its parts."""
+    if isinstance(value, torch.Tensor):
+        trained = " with a gradient" if value.requires_grad else ""
+        return f"a tensor of shape {tuple(value.shape)}{trained}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} of {', '.join(map(repr, value)) or 'nothing'}"
+    if isinstance(value, (tuple, list)):
+        parts = ", ".join(_described(part) for part in value[:4])
+        return f"a {type(value).__name__} of {len(value)}: {parts or 'nothing'}"
+    is_plain = value is None or isinstance(value, (int, float))
+    return repr(value) if is_plain else f"a {type(value).__name__}"
 
 
 def split_batch(
@@ -129,6 +158,7 @@ def split_batch(
         accepted = inspect.signature(model.forward).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
         kwargs = {k: v for k, v in batch.items() if takes_all or k in accepted}
+        _check_call(model, (), kwargs, f"the batch has the keys {', '.join(map(repr, batch))}")
         return (), kwargs, ((batch,) if wants_target else ())
     args = batch if isinstance(batch, tuple) else (batch,)
     if wants_target:
@@ -137,8 +167,32 @@ def split_batch(
                 "loss_fn takes (output, target) but the batch has one element: "
                 "pass the batch as (input, target) or as a mapping"
             )
+        _check_call(
+            model, args[:-1], {}, f"of the {len(args)} parts of the batch the last goes to loss_fn"
+        )
         return tuple(args[:-1]), {}, (args[-1],)
+    _check_call(model, args, {}, f"the batch has {len(args)} part{'s' * (len(args) > 1)}")
     return tuple(args), {}, ()
+
+
+def _check_call(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], given: str
+) -> None:
+    """Raise if `forward` cannot be called with the batch.
+
+    Raises:
+        TraceError: says what `forward` takes and what is given.
+    """
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TraceError(
+            f"{type(model).__name__}.forward{signature} cannot be called with the batch: {error}; "
+            f"{given}: pass a mapping with the names of forward's arguments (other keys are left "
+            "to loss_fn), or a tuple in their order (with a loss_fn(output, target) the target "
+            "last)"
+        ) from None
 
 
 def _num_positional(function: Callable[..., Any]) -> int:
@@ -172,6 +226,7 @@ def batch_dims(batch: Any, batch_dim: Any = 0) -> BatchDims:
         ValueError: `batch_dim` does not fit `batch`, or what it tells has unequal sizes.
         TraceError: no tensor has a batch dimension.
     """
+    learn_forms(batch)
     leaves = [
         (path, leaf)
         for path, leaf in pytree.tree_flatten_with_path(batch)[0]
@@ -216,12 +271,13 @@ def _check_form(told: Any, batch: Any, where: str) -> None:
         return
     name = f"batch_dim{where}"
     if isinstance(told, Mapping):
-        keys = list(batch) if isinstance(batch, Mapping) else []
+        parts = _parts(batch)
+        keys = list(parts)
         for key, value in told.items():
             if key not in keys:
                 has = ", ".join(map(repr, keys)) or "no keys"
                 raise ValueError(f"{name} tells {key!r}, which the batch lacks; it has {has}")
-            _check_form(value, batch[key], f"{where}[{key!r}]")
+            _check_form(value, parts[key], f"{where}[{key!r}]")
     elif isinstance(told, (tuple, list)):
         count = len(batch) if type(batch) in (tuple, list) else 0
         if count != len(told):
@@ -238,13 +294,21 @@ def _check_form(told: Any, batch: Any, where: str) -> None:
         )
 
 
+def _parts(batch: Any) -> Mapping[Any, Any]:
+    """Return what a mapping or a dataclass holds by key; nothing for what is neither."""
+    if dataclasses.is_dataclass(batch):
+        return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return batch if isinstance(batch, Mapping) else {}
+
+
 def _told(batch_dim: Any, path: Sequence[Any]) -> tuple[int | None, bool]:
     """Return the dimension told for a leaf, and whether it is told for it alone."""
     told, is_own = batch_dim, False
     for entry in path:
         if isinstance(told, Mapping):
-            is_own = entry.key in told
-            told = told.get(entry.key, 0)
+            key = entry.name if isinstance(entry, pytree.GetAttrKey) else entry.key
+            is_own = key in told
+            told = told.get(key, 0)
         elif isinstance(told, (tuple, list)):
             told, is_own = told[entry.idx], True
     return told, is_own

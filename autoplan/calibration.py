@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autoplan.interleaving import dealt
-from autoplan.search.evaluate import block_options, stage_costs
+from autoplan.search.evaluate import plain_options, stage_costs
 from autoplan.search.problem import PipelineSolution
 from autoplan.setting_problem import SettingProblem, even_ends_of, stage_clusters
 from autoplan.settings import Setting
@@ -34,7 +34,7 @@ def calibrated_capacity(
     ends = even_ends_of(planner, setting, asked.counts)
     fastest = tuple(
         min(range(len(own)), key=lambda i: own[i].forward + own[i].backward)
-        for own in block_options(problem)
+        for own in plain_options(problem)
     )
     linear = [cost.memory for cost in stage_costs(problem, ends, fastest)]
     solution = PipelineSolution(status="feasible", ends=ends, options=fastest, objective=0, bound=0)

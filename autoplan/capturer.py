@@ -125,9 +125,20 @@ def _capture(task: _Task, *, full_depth: bool = False, allow_opaque: bool = True
         if not allow_opaque or not error.fqn:
             raise
         first = error
+    last: Exception = first
     for is_short in (False,) if full_depth else (True, False):
-        with contextlib.suppress(TraceError, NotAChain):
+        try:
             return _capture_degrading(task, first, is_short=is_short)
+        except (TraceError, NotAChain) as error:
+            last = error
+    if isinstance(last, ExportError) and first.reason.partition(": ")[2] not in str(last):
+        raise ExportError(
+            f"{last} (met with {first.fqn} kept as one op, which {first.line or 'its forward'} "
+            f"makes necessary: {first.reason})",
+            fqn=last.fqn,
+            line=last.line,
+            reason=last.reason,
+        ) from first
     raise first
 
 

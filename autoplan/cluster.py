@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 from autoplan import codec
-from autoplan.meshes import HasDegrees, ranks_of_stage, stride_of
+from autoplan.meshes import HasDegrees, crosses_nodes, runs_stage, stride_of
 from autoplan.nodes import NODES
 from autoplan.profiles.catalog import load_profile
 from autoplan.profiles.device import DeviceProfile
@@ -23,7 +24,7 @@ __all__ = ["Cluster", "NodeGroup"]
 
 _FORMS = (
     "write '4x8:a100_sxm_80gb' (nodes x GPUs per node : profile), '8:h100', '16:dgx_h100' (nodes : "
-    "preset), or a YAML file"
+    "preset), '2x8:h100 + 1x8:a100' (nodes of several types, the fastest first), or a YAML file"
 )
 
 
@@ -48,7 +49,7 @@ class Cluster:
         device_memory_bytes: memory to plan with instead of the profile's; None: the profile's.
         reserve_bytes: reserve to plan with instead of the profile's; None: the profile's.
         slower: the last nodes, where their devices are of other types, none faster than `device`.
-            Links are the same for all.
+            Between nodes the link is the same for all; inside theirs it is what their profiles say.
     """
 
     num_nodes: int
@@ -96,9 +97,9 @@ class Cluster:
 
         Args:
             text: `NODESxGPUS:PROFILE`, `GPUS:PROFILE` (one node), `NODES:PRESET`, a preset alone
-                (one node), or a path ending in `.yaml` or `.yml`. PROFILE is a name or alias of the
-                catalog or a path ending in `.json`; a PRESET is a kind of node of
-                `autoplan.nodes.NODES`.
+                (one node), several of these joined by `+`, or a path ending in `.yaml` or `.yml`.
+                PROFILE is a name or alias of the catalog or a path ending in `.json`; a PRESET is a
+                kind of node of `autoplan.nodes.NODES`.
 
                 Keys of the file are those of `autoplan.cluster_files`.
 
@@ -111,6 +112,8 @@ class Cluster:
             from autoplan.cluster_files import read_cluster
 
             return read_cluster(Path(text))
+        if "+" in text:
+            return _joined([cls.parse(part) for part in text.split("+")])
         preset = re.fullmatch(r"\s*(?:(\d+)\s*:)?\s*(\S+)\s*", text)
         if preset is not None and preset.group(2) in NODES:
             return cls.of_nodes(preset.group(2), int(preset.group(1) or 1))
@@ -159,6 +162,22 @@ class Cluster:
             inter=inter or replace(_existing(intra), level="inter"),
         )
 
+    def with_slower(self, slower: Sequence[NodeGroup]) -> Cluster:
+        """Return the cluster with more nodes, of other devices, each with as many as these.
+
+        Between nodes the slowest link of all counts.
+
+        Raises:
+            ValueError: a device is faster than those of the first nodes.
+        """
+        links = [self.inter, *(_network_of(group.device, self) for group in slower)]
+        return replace(
+            self,
+            num_nodes=self.num_nodes + sum(group.num_nodes for group in slower),
+            inter=min(links, key=lambda link: link.bytes_per_s),
+            slower=(*self.slower, *slower),
+        )
+
     @classmethod
     def of_nodes(cls, name: str, num_nodes: int) -> Cluster:
         """Return so many nodes of a kind of `autoplan.nodes.NODES`."""
@@ -205,33 +224,26 @@ class Cluster:
     def on_stage(self, mesh: HasDegrees, stage: int) -> Cluster:
         """Return the cluster as a pipeline stage sees it: as if all devices were of its type.
 
-        Raises:
-            ValueError: its ranks are of several types; says which degrees would do.
+        Ranks of a stage wait for each other and hold as much. So where they are of several types
+        they count as the slowest, with the memory of the smallest.
         """
-        if not self.slower:
-            return self
-        found = self._types_of_stage(mesh, stage)
-        if len(found) > 1:
-            sizes = " + ".join(str(g.num_nodes * self.gpus_per_node) for g in self.groups)
-            raise ValueError(
-                f"stage {stage} of dp={mesh.dp} tp={mesh.tp} pp={mesh.pp} would lie on "
-                f"{' and '.join(self.groups[i].device.name for i in found)}: data and tensor "
-                f"parallel ranks must be alike, so dp * tp must divide each of {sizes} devices, "
-                "in the order tp-dp-pp"
-            )
-        return replace(self, device=self.groups[found[0]].device, slower=())
+        return _of_types(self, self._types_of_stage(mesh, stage)) if self.slower else self
 
-    def on_slowest(self) -> Cluster:
-        """Return the cluster as if all its devices were of the last, slowest type."""
-        return replace(self, device=self.groups[-1].device, slower=())
+    def of_type(self, index: int) -> Cluster:
+        """Return the cluster as if all devices were of the type of `groups[index]`."""
+        device = self.groups[index].device
+        intra = self.intra if index == 0 or device.intra is None else device.intra
+        return replace(self, device=device, intra=intra, slower=())
 
-    def _types_of_stage(self, mesh: HasDegrees, stage: int) -> list[int]:
-        ends: list[int] = []
-        for group in self.groups:
-            before = ends[-1] if ends else 0
-            ends.append(before + group.num_nodes * self.gpus_per_node)
-        ranks = ranks_of_stage(stage, mesh)
-        return sorted({next(i for i, end in enumerate(ends) if rank < end) for rank in ranks})
+    def _types_of_stage(self, mesh: HasDegrees, stage: int) -> tuple[int, ...]:
+        """Return which types have ranks of a stage."""
+        found, start = [], 0
+        for index, group in enumerate(self.groups):
+            ranks = range(start, start + group.num_nodes * self.gpus_per_node)
+            start = ranks.stop
+            if runs_stage(ranks, stage, mesh):
+                found.append(index)
+        return tuple(found)
 
     @property
     def world_size(self) -> int:
@@ -307,25 +319,56 @@ class Cluster:
             stage: that sends forward; None: the one with the longest way, if any has it.
         """
         stride = stride_of("pp", mesh)
-        if not _crosses(self.gpus_per_node, self.world_size, stride, mesh.pp, stage):
+        if not crosses_nodes(self.gpus_per_node, self.world_size, stride, mesh.pp, stage):
             return self.intra
         return _link_for(self, 2, self.gpus_per_node)
 
 
-@lru_cache(maxsize=4096)
-def _crosses(gpus: int, world: int, stride: int, pp: int, stage: int | None) -> bool:
-    """Return whether some rank of a stage (of any, if None) and its peer of the next lie apart.
+def _joined(parts: Sequence[Cluster]) -> Cluster:
+    """Return one cluster of the nodes of several, the fastest first."""
+    first, *others = parts
+    for other in others:
+        if other.gpus_per_node != first.gpus_per_node:
+            raise ValueError(
+                f"nodes of {first.gpus_per_node} and of {other.gpus_per_node} devices cannot be "
+                "joined: every node must have as many"
+            )
+    linked = [replace(part.device, intra=part.intra, inter=part.inter) for part in others]
+    groups = [
+        NodeGroup(num_nodes=part.num_nodes, device=device)
+        for part, device in zip(others, linked, strict=True)
+    ]
+    try:
+        return first.with_slower(groups)
+    except ValueError as error:
+        fastest = sorted(parts, key=lambda part: -max(part.device.peak_flops_per_s.values()))
+        joined = " + ".join(map(str, fastest))
+        raise ValueError(f"{error}: perhaps '{joined}'; ranks are numbered in this order") from None
 
-    The ranks `first` to `first + stride` of a stage send `stride` farther, over every border of
-    nodes up to `first + 2 * stride`.
-    """
-    width = stride * pp
-    stages = range(pp - 1) if stage is None else (stage,)
-    starts = range(0, min(world, math.lcm(width, gpus)), width)
-    return any(
-        (start + s * stride) // gpus != (start + (s + 2) * stride - 1) // gpus
-        for start in starts
-        for s in stages
+
+def _network_of(device: DeviceProfile, cluster: Cluster) -> LinkProfile:
+    return cluster.inter if device.inter is None else device.inter
+
+
+@lru_cache(maxsize=256)
+def _of_types(cluster: Cluster, types: tuple[int, ...]) -> Cluster:
+    """Return a cluster as if all devices were as slow and as small as the least of some types."""
+    own = [cluster.of_type(index) for index in types]
+    dtypes = set.intersection(*(set(one.device.peak_flops_per_s) for one in own))
+
+    def speed(one: Cluster) -> tuple[float, float]:
+        fastest = max((one.device.peak_flops_per_s[dtype] for dtype in dtypes), default=0.0)
+        return fastest, one.device.memory_bandwidth_bytes_per_s
+
+    slowest, smallest = min(own, key=speed), min(own, key=lambda one: one.capacity_bytes)
+    intra = min((one.intra for one in own), key=lambda link: link.bytes_per_s)
+    if slowest.capacity_bytes == smallest.capacity_bytes:
+        return replace(slowest, intra=intra)
+    return replace(
+        slowest,
+        intra=intra,
+        device_memory_bytes=smallest.total_bytes,
+        reserve_bytes=smallest.reserved_bytes,
     )
 
 
@@ -337,7 +380,7 @@ def _check_slower(group: NodeGroup, device: DeviceProfile) -> None:
     if not shared or len(faster) == len(shared):
         raise ValueError(
             f"{group.device.name} is faster than {device.name} or shares no dtype with it: name "
-            "the nodes with the fastest devices first, in `device`"
+            "the nodes with the fastest devices first"
         )
 
 

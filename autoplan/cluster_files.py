@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.cluster import Cluster, NodeGroup
+from autoplan.errors import ProfileError
 from autoplan.nodes import NODES
 from autoplan.profiles.catalog import load_profile
 from autoplan.profiles.device import DeviceProfile
@@ -64,27 +65,28 @@ def read_cluster(path: Path) -> Cluster:
         raise ValueError(f"{path}: must be a mapping with the keys {', '.join(_YAML_KEYS)}")
     needed = ("node",) if "node" in document else ("gpus_per_node", "device")
     _check_keys(str(path), document, _YAML_KEYS, needed)
-    num_nodes = _count(path, document, "num_nodes", 1)
-    gpus, device = _node_of(path, document)
+    num_nodes = _count(document, "num_nodes", 1, f"{path}: ")
     links = {level: _link(path, document, level) for level in ("intra", "inter")}
     try:
+        gpus, device = _node_of(document)
         device = replace(
             device, intra=links["intra"] or device.intra, inter=links["inter"] or device.inter
         )
         cluster = Cluster.from_device(device, num_nodes=num_nodes, gpus_per_node=gpus)
-        slower = _slower(path, document)
+        given = {level: link for level, link in links.items() if link is not None}
         return replace(
-            cluster,
-            num_nodes=num_nodes + sum(group.num_nodes for group in slower),
-            slower=slower,
+            cluster.with_slower(_slower(document, given)),
             device_memory_bytes=_size(document, "device_memory"),
             reserve_bytes=_size(document, "reserve"),
         )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    except ProfileError as error:
+        raise ProfileError(f"{path}: {error}") from None
 
 
-def _slower(path: Path, document: Mapping[str, Any]) -> tuple[NodeGroup, ...]:
+def _slower(document: Mapping[str, Any], links: Mapping[str, Any]) -> tuple[NodeGroup, ...]:
+    """Return the slower nodes; links that the file gives are theirs too."""
     listed = document.get("slower", [])
     if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
         raise ValueError("slower: must be a list of mappings with num_nodes and device")
@@ -92,25 +94,26 @@ def _slower(path: Path, document: Mapping[str, Any]) -> tuple[NodeGroup, ...]:
     for number, item in enumerate(listed):
         _check_keys(f"slower[{number}]", item, ("num_nodes", "device"), ("num_nodes", "device"))
         count = _whole(f"slower[{number}].num_nodes", item["num_nodes"])
-        found.append(NodeGroup(num_nodes=count, device=load_profile(str(item["device"]))))
+        device = replace(load_profile(str(item["device"])), **links)
+        found.append(NodeGroup(num_nodes=count, device=device))
     return tuple(found)
 
 
-def _node_of(path: Path, document: Mapping[str, Any]) -> tuple[int, DeviceProfile]:
+def _node_of(document: Mapping[str, Any]) -> tuple[int, DeviceProfile]:
     """Return devices per node and their profile, from `node` or from the two keys themselves."""
     if "node" in document:
         name = document["node"]
         if name not in NODES:
-            raise ValueError(f"{path}: node: must be one of {', '.join(NODES)}, got {name!r}")
+            raise ValueError(f"node: must be one of {', '.join(NODES)}, got {name!r}")
         if "device" in document:
-            raise ValueError(f"{path}: device: the node {name} has one already, leave it out")
+            raise ValueError(f"device: the node {name} has one already, leave it out")
         preset = Cluster.of_nodes(name, 1)
-        return _count(path, document, "gpus_per_node", preset.gpus_per_node), replace(
+        return _count(document, "gpus_per_node", preset.gpus_per_node), replace(
             preset.device, intra=preset.intra, inter=preset.inter
         )
     if not isinstance(document["device"], str):
-        raise ValueError(f"{path}: device: must be the name of a profile")
-    return _count(path, document, "gpus_per_node", 1), load_profile(document["device"])
+        raise ValueError("device: must be the name of a profile")
+    return _count(document, "gpus_per_node", 1), load_profile(document["device"])
 
 
 def _check_keys(
@@ -124,8 +127,8 @@ def _check_keys(
             raise ValueError(f"{where}: {key}: missing key")
 
 
-def _count(path: Path, document: Mapping[str, Any], key: str, default: int) -> int:
-    return _whole(f"{path}: {key}", document.get(key, default))
+def _count(document: Mapping[str, Any], key: str, default: int, where: str = "") -> int:
+    return _whole(f"{where}{key}", document.get(key, default))
 
 
 def _size(document: Mapping[str, Any], key: str) -> int | None:

@@ -20,6 +20,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+import autoplan.missing_fakes  # noqa: F401  (registers what torch lacks)
 from autoplan.autocast import FOREIGN_NOTE
 from autoplan.batches import reduce_loss
 from autoplan.errors import TraceError
@@ -79,14 +80,16 @@ def export(
 
 @contextlib.contextmanager
 def _quiet_logs() -> Iterator[None]:
-    """Silence the log of symbolic sizes; what matters of it is in the error."""
-    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """Silence the logs of symbolic sizes and failing ops; what matters is in the error."""
+    loggers = [logging.getLogger(name) for name in _NOISY]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 @contextlib.contextmanager
@@ -125,7 +128,8 @@ def _explained(error: Exception, wrapper: nn.Module, prefix: str) -> ExportError
         message = (
             f"{where} ({line or 'line unknown'}): its control flow or a shape depends on the "
             "values of a tensor, so one trace cannot stand for every batch; compute both sides "
-            f"and select with torch.where, or move the decision out of forward [{reason}]"
+            "and select with torch.where, or move the decision out of forward (where only the "
+            f"loss needs it: leave labels out and pass loss_fn) [{reason}]"
         )
     elif in_loss:
         message = (
@@ -145,7 +149,8 @@ def _locate(error: BaseException, wrapper: nn.Module, prefix: str) -> tuple[str,
     for frames in _tracebacks(error):
         fqn = line = ""
         for frame, number in frames:
-            owner = frame.f_locals.get("self")
+            first = frame.f_code.co_varnames[:1]  # `self`, whatever it is called
+            owner = frame.f_locals.get(first[0]) if first else None
             if not isinstance(owner, nn.Module) or id(owner) not in names:
                 continue
             if frame.f_code.co_filename.startswith(_TORCH_FOLDER):
@@ -187,6 +192,8 @@ def _tracebacks(error: BaseException) -> Iterator[list[tuple[FrameType, int]]]:
 def _place(frame: FrameType, number: int) -> str:
     return f"{frame.f_code.co_filename.rpartition('/')[2]}:{number}"
 
+
+_NOISY = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 
 _TORCH_FOLDER = torch.__file__.rpartition("/")[0] + "/"
 

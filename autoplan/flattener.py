@@ -10,7 +10,7 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._subclasses import FakeTensor
@@ -20,6 +20,7 @@ from autoplan.errors import TraceError
 from autoplan.opaque import OpaqueCall
 from autoplan.program import Op, Ref, TensorMeta
 from autoplan.segments import FlatProgram
+from autoplan.value_checks import checking_nodes
 
 __all__ = ["ExportError", "flattened", "pack"]
 
@@ -29,7 +30,6 @@ GENERATOR_NOTE = (
 )
 
 _MOST_COMPARED = 1024
-_SKIPPED = ("aten._assert_tensor_metadata.default", "aten._assert_async.msg")
 _NO_OP_CASTS = ("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten._to_copy.default")
 _WITHOUT_GRADIENT = re.compile(
     r"aten\.(detach_?|(zeros|ones|empty|full|rand|randn|randint)_like|new_\w+|bernoulli|sign)\."
@@ -95,6 +95,7 @@ class _Flattener:
     metas: dict[str, TensorMeta | None] = field(default_factory=dict)
     inputs: list[str] = field(default_factory=list)
     autocasts: list[tuple[str, torch.dtype | None, bool]] = field(default_factory=list)
+    checks: set[Any] = field(default_factory=set)
     loss: str = ""
 
     def flat_program(self, keys: Sequence[str]) -> FlatProgram:
@@ -103,6 +104,7 @@ class _Flattener:
         lifted = dict(signature.inputs_to_lifted_tensor_constants)
         custom = dict(signature.inputs_to_lifted_custom_objs)
         equal = _equal_constants(lifted, self.exported.constants)
+        self.checks |= checking_nodes(self.exported.graph)
         trained = {n for n, p in self.exported.named_parameters() if p.requires_grad}
         for node in self.exported.graph.nodes:
             if node.op == "placeholder" and node.name in custom:
@@ -170,13 +172,13 @@ class _Flattener:
 
     def _add(self, node: Any, owner: Any, inside: str) -> None:
         """Add one node; `inside` names the region whose graph it stands in, if any."""
-        if node.op == "get_attr":
+        if node.op == "get_attr" or node in self.checks:
             return
         if node.op != "call_function":
             raise TraceError(f"{node.op} {node.target}: not supported in an exported graph")
         name = str(node.target)
-        if name in _SKIPPED:
-            return
+        if str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
+            self._refuse(node, f"{node.target.__name__}, a transform of torch.func (vmap, grad)")
         if node.target is operator.getitem and node.args[0] in self.regions:
             self.alias[node] = self.regions[node.args[0]][node.args[1]]
             return
@@ -257,13 +259,16 @@ class _Flattener:
             is_enabled, graph, *outer = node.args
             self._inline(node, getattr(owner, graph.target), outer, inside, detaches=not is_enabled)
             return
+        self._refuse(node, f"{name}, a graph inside the graph,")
+
+    def _refuse(self, node: Any, what: str) -> NoReturn:
         fqn, line = self._fqn(node), _line(node)
         raise ExportError(
-            f"{fqn or 'the model'} ({line or 'line unknown'}): {name}, a graph inside the graph, "
-            "cannot be planned",
+            f"{fqn or 'the model'} ({line or 'line unknown'}): {what} cannot be planned; write it "
+            "with tensors of a batch, or move it into a module of its own, which stays one op",
             fqn=fqn,
             line=line,
-            reason=f"{name} in the graph",
+            reason=f"{what} in the graph",
         )
 
     def _inline(
@@ -271,6 +276,7 @@ class _Flattener:
     ) -> None:
         """Add the ops of a region; `detaches` cuts the gradient of what enters."""
         outer = list(outer)
+        self.checks |= checking_nodes(graph_module.graph)
         calls = [inner for inner in graph_module.graph.nodes if inner.op == "call_function"]
         for inner in graph_module.graph.nodes:
             if inner.op == "placeholder":

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from autoplan.bounds import most_bytes, static_need, unrunnable_reason
+from autoplan.bounds import held_excess, most_bytes, static_need, unrunnable_reason
 from autoplan.conventions import Convention
 from autoplan.costs import Pricer
 from autoplan.frontiers import Decision
 from autoplan.memory import StageMemory
-from autoplan.search_options import alike, block_option
+from autoplan.search_options import alike, call_bytes
 from autoplan.settings import Setting
 from autoplan.stage_bytes import rank_memory
 from autoplan.stage_ends import even_stage_ends, is_runnable
@@ -20,7 +21,7 @@ from autoplan.stage_ends import even_stage_ends, is_runnable
 if TYPE_CHECKING:
     from autoplan.planner import Planner
 
-__all__ = ["Least", "least_memory", "least_within"]
+__all__ = ["Least", "least_memory", "least_of", "least_within"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,28 +62,36 @@ def least_memory(planner: Planner) -> Least:
     return best
 
 
-def least_within(planner: Planner, *, is_any_enough: bool) -> Least | None:
+def least_within(
+    planner: Planner, *, is_any_enough: bool, settings: Sequence[Setting] | None = None
+) -> Least | None:
     """Return the plan of least memory; if any is enough, the first that fits.
 
-    None: no setting could fit, since parameters and optimizer states alone do not.
+    Args:
+        planner: the problem.
+        is_any_enough: settings that cannot fit are left out.
+        settings: of the problem, where they are at hand.
+
+    Returns:
+        The plan. None: no setting could fit, since parameters and optimizer states alone do not.
     """
-    every = planner.settings()
-    runnable = [s for s in every if unrunnable_reason(planner, s) is None]
-    settings = runnable or every
+    every = planner.settings() if settings is None else settings
+    wanted = (0, 3) if "zero_stage" not in planner.pins else (0, 1, 2, 3)
     # Stages beside a rank's first only add to what it holds.
-    settings = [s for s in settings if s.virtual_stages == 1] or settings
-    settings = _of_unlike_memory(planner, settings)
-    smallest = min(s.microbatch_size for s in settings)
+    own = [s for s in every if s.virtual_stages == 1] or every
+    smallest = min(s.microbatch_size for s in own)
+    own = [s for s in own if s.microbatch_size == smallest and s.zero_stage in wanted]
+    runnable = [s for s in own if unrunnable_reason(planner, s) is None]
     best: Least | None = None
-    stages = (0, 3) if "zero_stage" not in planner.pins else (0, 1, 2, 3)
-    for setting in settings:
-        if setting.microbatch_size != smallest or setting.zero_stage not in stages:
-            continue
+    for setting in _most_promising_first(planner, _of_unlike_memory(planner, runnable or own)):
         if runnable:
-            excess = static_need(planner, setting) - most_bytes(planner, setting)
-            if (is_any_enough and excess > 0) or (best is not None and excess > best.excess_bytes):
+            most = 0 if is_any_enough else (math.inf if best is None else best.excess_bytes)
+            # The cheap bound first: the other one needs the decisions of the blocks.
+            if static_need(planner, setting) - most_bytes(planner, setting) > most:
                 continue
-        found = _least_of(planner, setting)
+            if most < math.inf and held_excess(planner, setting) > most:
+                continue
+        found = least_of(planner, setting)
         if best is None or found.excess_bytes < best.excess_bytes:
             best = found
         if is_any_enough and best.excess_bytes <= 0:
@@ -95,52 +104,111 @@ def _of_unlike_memory(planner: Planner, settings: Sequence[Setting]) -> list[Set
 
     Replicas shard less, split backwards keep more. Where ranks lie matters to unlike devices only.
     """
-    if planner.cluster.slower:
-        return list(settings)
     found: dict[tuple[object, ...], Setting] = {}
     for s in settings:
         degrees = (s.dp, s.tp, s.pp, s.num_microbatches, s.virtual_stages)
-        found.setdefault((degrees, s.zero_stage, s.offload), s)
+        order = s.axis_order if planner.cluster.slower else ""
+        found.setdefault((degrees, s.zero_stage, s.offload, order), s)
     return list(found.values())
 
 
-def _least_of(planner: Planner, setting: Setting) -> Least:
+def _most_promising_first(planner: Planner, settings: Sequence[Setting]) -> list[Setting]:
+    """Return settings in an order in which lean ones, and cheap ones to look at, come early."""
+    return sorted(settings, key=lambda s: (static_need(planner, s), -s.tp, s.pp))
+
+
+def least_of(planner: Planner, setting: Setting) -> Least:
+    """Return the plan of least memory of one setting."""
     pricer = planner.pricer(setting.microbatch_size)
     ends = even_stage_ends(pricer.trace, setting.pp * setting.virtual_stages)
     found = []
     for convention in pricer.conventions(setting.tp):
-        decisions = _leanest(pricer, setting, convention)
-        found.append(
-            [_stage_of(pricer, setting, ends, decisions, rank) for rank in range(setting.pp)]
-        )
-    stages = min(found, key=lambda stages: max(stage.excess_bytes for stage in stages))
-    if setting.virtual_stages == 1:
-        stages = _levelled(pricer, setting, stages)
-    return max(stages, key=lambda stage: stage.excess_bytes)
+        ranks = _Ranks(pricer, setting, _leanest(pricer, setting, convention))
+        found.append((max(ranks.at(ends), key=_excess), ranks))
+    fullest, ranks = min(found, key=lambda one: _excess(one[0]))
+    if setting.virtual_stages > 1:
+        return fullest
+    return _levelled(ranks, ends)
 
 
-def _levelled(pricer: Pricer, setting: Setting, stages: list[Least]) -> list[Least]:
-    """Return the stages after the fullest gave blocks to its neighbours while that helps."""
-    decisions = stages[0].decisions
-    for _ in range(len(decisions)):
+def _excess(stage: Least) -> int:
+    return stage.excess_bytes
+
+
+def _levelled(ranks: _Ranks, ends: tuple[int, ...]) -> Least:
+    """Return the fullest stage after the fullest gave blocks to its neighbours while that helps."""
+    stages = ranks.at(ends)
+    for _ in ranks.decisions:
         excess = [stage.excess_bytes for stage in stages]
-        fullest, ends = excess.index(max(excess)), stages[0].ends
+        fullest = excess.index(max(excess))
         ways = []
         for cut, step in ((fullest - 1, 1), (fullest, -1)):
             if not 0 <= cut < len(ends) - 1:
                 continue
             moved = (*ends[:cut], ends[cut] + step, *ends[cut + 1 :])
             is_cut = all(start < end for start, end in pairwise((0, *moved)))
-            if is_cut and is_runnable(pricer.trace, moved):
-                own = [replace(stage, ends=moved) for stage in stages]
-                for rank in (cut, cut + 1):
-                    own[rank] = _stage_of(pricer, setting, moved, decisions, rank)
-                ways.append(own)
-        best = min(ways, key=lambda own: max(s.excess_bytes for s in own), default=stages)
-        if max(stage.excess_bytes for stage in best) >= max(excess):
+            if is_cut and is_runnable(ranks.pricer.trace, moved):
+                ways.append((ranks.at(moved), moved))
+        best, moved = min(ways, key=lambda way: max(map(_excess, way[0])), default=(stages, ends))
+        if max(map(_excess, best)) >= max(excess):
             break
-        stages = best
-    return stages
+        stages, ends = best, moved
+    return max(stages, key=_excess)
+
+
+@dataclass(slots=True)
+class _Ranks:
+    """The ranks of a pipeline whose blocks are decided, each walked once for what it holds.
+
+    Of ranks with the same blocks on the same devices the first keeps the most micro-batches, so the
+    others count as much as it without a walk of their own.
+    """
+
+    pricer: Pricer
+    setting: Setting
+    decisions: tuple[Decision, ...]
+    _known: dict[tuple[int, int, int], Least] = field(default_factory=dict)
+    _kinds: tuple[object, ...] = ()
+
+    def at(self, ends: tuple[int, ...]) -> list[Least]:
+        """Return what every rank holds at most with these ends of the stages."""
+        pricer, setting = self.pricer, self.setting
+        if setting.virtual_stages > 1:
+            ranks = range(setting.pp)
+            return [_stage_of(pricer, setting, ends, self.decisions, rank) for rank in ranks]
+        found: list[Least] = []
+        first: dict[tuple[object, ...], Least] = {}
+        for rank, (start, end) in enumerate(pairwise((0, *ends))):
+            alike = self._alike(rank, start, end)
+            if alike not in first:
+                place = (rank, start, end)
+                if place not in self._known:
+                    self._known[place] = _stage_of(pricer, setting, ends, self.decisions, rank)
+                first[alike] = replace(self._known[place], ends=ends)
+            found.append(first[alike])
+        return found
+
+    def _alike(self, rank: int, start: int, end: int) -> tuple[object, ...]:
+        """Return what ranks have in common of which only the first is walked."""
+        trace = self.pricer.trace
+        if not self._kinds:
+            side = dict(trace.side)
+            self._kinds = tuple(
+                (
+                    call.block,
+                    index if self.pricer.whole_states(call.block) else -1,
+                    tuple(argument for argument in call.args if argument in side),
+                    decision.key,
+                )
+                for index, (call, decision) in enumerate(
+                    zip(trace.calls, self.decisions, strict=True)
+                )
+            )
+        own = self.pricer.on_stage(self.setting, rank).cluster
+        crossing = (0, *trace.crossing_bytes, 0)
+        place = rank if self.setting.schedule == "zero_bubble" else -1
+        borders = (start > 0 and crossing[start], end < len(trace.calls) and crossing[end])
+        return place, own, borders, self._kinds[start:end]
 
 
 def _stage_of(
@@ -172,11 +240,11 @@ def _leanest(pricer: Pricer, setting: Setting, convention: Convention) -> tuple[
     kinds = alike(pricer, setting)
     choices = {
         index: [
-            (live * option.kept + option.static, option.working, decision)
+            (live * held.kept + held.static, held.working, decision)
             for decision in pricer.decisions(
                 pricer.trace.calls[calls[0]].block, setting.tp, convention
             )
-            for option in (block_option(pricer, calls[0], decision, setting, live),)
+            for held in (call_bytes(pricer, calls[0], decision, setting, live),)
         ]
         for index, calls in enumerate(kinds)
     }

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autoplan.alone import alone_notes
 from autoplan.bounds import unrunnable_reason
 from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
@@ -224,8 +225,11 @@ def _fastest(
         best = planner.write(rival.setting, rival.ends, rival.decisions, record, rows)
     if best is None:
         best = _last_resort(planner, result, record, rows)
-    gap_told = _with_gap(best, rivals, planner.cluster.world_size)
-    return replace(gap_told, question=Question.of(planner))
+    told = _with_gap(best, rivals, planner.cluster.world_size)
+    if compare and planner.cluster.slower:
+        notes = alone_notes(planner, told.predicted.step_time_s, time_limit_s)
+        told = replace(told, notes=(*told.notes, *notes))
+    return replace(told, question=Question.of(planner))
 
 
 def _fastest_rival(planner: Planner, rivals: Sequence[Strategy]) -> Strategy | None:

@@ -33,12 +33,12 @@ class Trials:
     """Problems like one that does not fit, each asked whether its plan of least memory does.
 
     The memory of a decision depends neither on nodes nor on devices. So all problems of one pinned
-    recomputation and one set of parts on the host price the decisions of one cluster, whose nodes
-    are as full as those of any.
+    recomputation, with or without activations on the host, price the decisions of one cluster,
+    whose nodes are as full as those of any.
     """
 
     planner: Planner
-    _bases: dict[tuple[Any, tuple[str, ...]], Planner] = field(default_factory=dict)
+    _bases: dict[tuple[Any, bool], Planner] = field(default_factory=dict)
     _known: dict[tuple[object, ...], bool] = field(default_factory=dict)
 
     def fits(
@@ -65,27 +65,32 @@ class Trials:
 
     def _leanest_fits(self, changed: Planner) -> bool:
         try:
-            smallest = min(setting.microbatch_size for setting in changed.settings())
+            settings = changed.settings()
+            smallest = min(setting.microbatch_size for setting in settings)
             reference = self._base(changed).pricer(smallest)
-            changed.use_prices(reference)
-            least = least_within(changed, is_any_enough=True)
+            changed.use_decisions(reference)
+            least = least_within(changed, is_any_enough=True, settings=settings)
         except (AutoplanError, ValueError):
             return False
         return least is not None and least.excess_bytes <= 0
 
     def _base(self, changed: Planner) -> Planner:
         """Return the problem whose decisions a changed one takes."""
-        recompute = changed.pins.get("recompute")
-        key = (recompute, changed.workload.offload)
+        key = _decided_by(changed)
         if key not in self._bases:
             own = self.planner
             *_, largest = own.cluster, *_larger(own.cluster)
-            is_own = key == (own.pins.get("recompute"), own.workload.offload)
+            is_own = key == _decided_by(own)
             if is_own and largest.gpus_per_node == own.cluster.gpus_per_node:
                 self._bases[key] = own
             else:
                 self._bases[key] = changed.unpriced(cluster=largest)
         return self._bases[key]
+
+
+def _decided_by(planner: Planner) -> tuple[Any, bool]:
+    """Return what the decisions of a problem's blocks depend on, beside the model."""
+    return planner.pins.get("recompute"), "activations" in planner.workload.offload
 
 
 def infeasible_error(planner: Planner, least: Least) -> InfeasibleError:

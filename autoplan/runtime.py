@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,8 +62,8 @@ class ParallelModule(nn.Module):
         self._forms = {form.splitter.form: form}
         self._reform = reform
         self._use(form)
-        self._ties = tuple(ties)
         self._aliases = dict(aliases)
+        self._ties = self._own_ties(ties)
         self._sources = tuple(sources)
         self._computes_loss = computes_loss
         self._evaluator = evaluator
@@ -325,6 +326,16 @@ class ParallelModule(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load what `state_dict` of the same plan returned."""
         return self.__dict__["_root"].load_state_dict(*args, **kwargs)
+
+    def _own_ties(self, ties: Sequence[Tie]) -> tuple[Tie, ...]:
+        """Return ties under names that this rank has.
+
+        The first name of a shared parameter may lie in a block of another stage.
+        """
+        here: dict[str, str] = {}
+        for name, _ in self.named_parameters(remove_duplicate=False):
+            here.setdefault(self._aliases.get(name, name), name)
+        return tuple(replace(tie, fqn=here[tie.fqn]) for tie in ties)
 
     def _sum_ties(self) -> None:
         parameters = dict(self.named_parameters(remove_duplicate=False))

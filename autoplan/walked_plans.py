@@ -19,7 +19,7 @@ from autoplan.search.candidates import Refinement
 from autoplan.search.listing import answers_below, num_answers
 from autoplan.search.pipeline import relaxed_bound
 from autoplan.search.problem import PipelineSolution
-from autoplan.setting_problem import SettingProblem, usable_decisions
+from autoplan.setting_problem import SettingProblem, usable_decisions, with_detours
 from autoplan.settings import Setting
 from autoplan.stage_bytes import rank_memory
 from autoplan.units import to_ticks
@@ -40,11 +40,19 @@ def has_few_plans(planner: Planner, setting: Setting) -> bool:
     cuts = math.comb(len(calls) - 1, setting.pp - 1)
     if setting.virtual_stages > 1 or cuts > _MOST_PLANS:
         return False
-    return all(
-        cuts * math.prod(len(usable_decisions(pricer, call.block, setting, own)) for call in calls)
-        <= _MOST_PLANS
-        for own in pricer.conventions(setting.tp)
-    )
+    for convention in pricer.conventions(setting.tp):
+        plain = {
+            call.block: usable_decisions(pricer, call.block, setting, convention) for call in calls
+        }
+        if cuts * math.prod(len(plain[call.block]) for call in calls) > _MOST_PLANS:
+            return False
+        every = {
+            block: with_detours(pricer, block, setting, convention, own)[0]
+            for block, own in plain.items()
+        }
+        if cuts * math.prod(len(every[call.block]) for call in calls) > _MOST_PLANS:
+            return False
+    return True
 
 
 def memory_refinement(planner: Planner, setting: Setting) -> Refinement:

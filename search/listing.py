@@ -13,6 +13,7 @@ from itertools import combinations, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.search.detours import hands_over
 from autoplan.search.evaluate import block_options, cut_positions, is_anchored, rounded_up
 from autoplan.search.problem import SLOWNESS_UNIT, PipelineProblem
 
@@ -72,8 +73,9 @@ def answers_below(
     place = np.concatenate(places)
     objective = np.concatenate([own[kept] for own, kept in zip(found, places, strict=True)])
     for index in np.argsort(objective, kind="stable").tolist():
-        options = tuple(picked[:, place[index]].tolist())
-        yield int(objective[index]), every[cut[index]], options
+        ends, options = every[cut[index]], tuple(picked[:, place[index]].tolist())
+        if hands_over(problem, ends, options):
+            yield int(objective[index]), ends, options
 
 
 def _prefix_sums(by_block: list[_Ints]) -> _Ints:
