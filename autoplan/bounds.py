@@ -17,7 +17,7 @@ from autoplan.search.candidates import Refinement
 from autoplan.search.problem import Run
 from autoplan.search.together import together_bound
 from autoplan.search_options import alike, block_option, least_option
-from autoplan.setting_problem import borders_s, split_saving, usable_decisions
+from autoplan.setting_problem import borders_s, split_saving, usable_decisions, with_detours
 from autoplan.settings import Setting
 from autoplan.shared_writes import lost_under
 from autoplan.split_steps import saved_at_most
@@ -344,17 +344,20 @@ def memory_bound(planner: Planner, setting: Setting) -> Refinement:
 
 def held_reason(planner: Planner, setting: Setting) -> str | None:
     """Return why no decisions fit, by what all ranks hold together, or None."""
-    excess = held_excess(planner, setting)
+    excess = held_excess(planner, setting, has_detours=True)
     if excess <= 0:
         return None
     return f"what its ranks hold at the least exceeds their memory by {format_bytes(excess)} each"
 
 
-def held_excess(planner: Planner, setting: Setting) -> int:
-    """Return bytes by which ranks exceed their memory at the least, in the mean over a pipeline."""
+def held_excess(planner: Planner, setting: Setting, *, has_detours: bool = False) -> int:
+    """Return bytes by which ranks exceed their memory at the least, in the mean over a pipeline.
+
+    `has_detours`: where blocks may take the decisions of their detours too.
+    """
     pricer = planner.pricer(setting.microbatch_size)
     held = min(
-        least_held_bytes(pricer, setting, convention)
+        least_held_bytes(pricer, setting, convention, has_detours=has_detours)
         for convention in pricer.conventions(setting.tp)
     )
     room = sum(planner.cluster.on_stage(setting, s).capacity_bytes for s in range(setting.pp))
@@ -371,7 +374,9 @@ def _together(planner: Planner, setting: Setting, convention: Convention) -> int
         call = calls[0]
         block = pricer.trace.calls[call].block
         options = []
-        for decision in usable_decisions(pricer, block, setting, convention):
+        plain = usable_decisions(pricer, block, setting, convention)
+        decisions, detours = with_detours(pricer, block, setting, convention, plain)
+        for decision in decisions:
             work = pricer.base(block, decision, setting.tp)
             less = work.memory.held_output_bytes
             option = block_option(pricer, call, decision, setting, live[-1])
@@ -379,7 +384,7 @@ def _together(planner: Planner, setting: Setting, convention: Convention) -> int
                 less += work.deferred.nbytes + work.deferred.released_bytes
             kept = max(0, option.kept - -(-less // unit))
             options.append(replace(option, kept=kept, once=v * option.once))
-        runs.append(Run(count=len(calls), options=tuple(options)))
+        runs.append(Run(count=len(calls), options=tuple(options), detours=detours))
     clusters = [planner.cluster.on_stage(setting, stage) for stage in range(setting.pp)]
     bound = together_bound(
         runs,

@@ -146,12 +146,14 @@ class _Names:
         name = self.trace.blocks[block].name
         local = self.pricer.base(block, decision, self.setting.tp).local
         states = {s.name: s.fqn for s in self.trace.blocks[block].states}
+        entering, leaving = decision.borders
         layout = Layout(
             block=name,
             degree=self.setting.tp,
             axes=dict(decision.axes),
             parameters={states[k]: v for k, v in local.state_placements.items()},
-            borders="tokens" if decision.is_sequence_parallel else "whole",
+            borders=entering,
+            leaving=None if leaving == entering else leaving,
         )
         return _named(self.layouts, f"{name}/tp{self.setting.tp}", layout)
 

@@ -113,14 +113,20 @@ def least_option(
 ) -> BlockOption:
     """Return an option that no decision under a convention beats in time, once and static memory.
 
-    Nothing of it needs a walk of what the decisions keep, so it is cheap.
+    Nothing of it needs a walk of what the decisions keep, so it is cheap. The first and the last
+    block of a detour count as their mean.
     """
     shared = _shared(pricer, call, setting)
     block = pricer.trace.calls[call].block
     key = (block, convention.is_sequence_parallel, convention.of(block), setting, shared)
     if key not in pricer.options:
         decisions = pricer.decisions(block, setting.tp, convention)
-        pricer.options[key] = _least_of(pricer, call, decisions, setting)
+        least = _least_of(pricer, call, decisions, setting)
+        for detour in pricer.detour_decisions(block, setting.tp, convention):
+            ways = (detour.first, detour.inner, detour.last)
+            first, inner, last = (_least_of(pricer, call, own, setting) for own in ways)
+            least = _lesser(least, _lesser(inner, _mean(first, last)))
+        pricer.options[key] = least
     return pricer.options[key]
 
 
@@ -142,6 +148,26 @@ def _least_of(
         kept=0,
         static=min(static) // pricer.memory_unit,
         working=0,
+    )
+
+
+def _lesser(one: BlockOption, other: BlockOption) -> BlockOption:
+    """Return what neither option is below in time, once and static memory."""
+    return replace(
+        one,
+        forward=min(one.forward, other.forward),
+        once=min(one.once, other.once),
+        static=min(one.static, other.static),
+    )
+
+
+def _mean(one: BlockOption, other: BlockOption) -> BlockOption:
+    """Return half of what two options take together, rounded down."""
+    return replace(
+        one,
+        forward=(one.forward + other.forward) // 2,
+        once=(one.once + other.once) // 2,
+        static=(one.static + other.static) // 2,
     )
 
 
