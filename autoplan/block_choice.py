@@ -1,10 +1,11 @@
 """A block class as a choice problem: one option per op, with what it costs in time and memory.
 
 Ops of the problem: first the block's inputs and states (one option per placement in which they may
-lie), then its ops (option of sharding, times keep or redo in a region), last a reader that takes
-every output whole. A link's states are the placements of its value; a partial result that is kept
-has a state of its own, since its reduction then runs once only. Memory is a sum here; what is
-chosen is walked exactly by `autoplan.liveness`.
+lie), then its ops (option of sharding, times keep or redo in a region), last a reader of every
+output, with an option for each way to hand them over. How activations enter and leave is settled by
+fixing the options of inputs and reader (`ChoiceModel.fixed`). A link's states are the placements of
+its value; a partial result that is kept has a state of its own, since its reduction then runs once
+only. Memory is a sum here; what is chosen is walked exactly by `autoplan.liveness`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,17 @@ from autoplan.local import localize, value_bytes
 from autoplan.plan import Recompute
 from autoplan.redistribution import transition
 from autoplan.search.problem import ChoiceOption, ChoiceProblem, ChoiceSolution, Consumer, Link
-from autoplan.tensor_layout import boundary_of, leaving_placement
+from autoplan.tensor_layout import (
+    WHOLE_BORDERS,
+    Border,
+    Borders,
+    boundary_of,
+    leaving_placement,
+)
 from autoplan.times import OpTime, Timer
 from autoplan.units import to_ticks
 
-__all__ = ["ChoiceModel", "Decision", "has_options", "legal_options", "may_keep"]
+__all__ = ["ChoiceModel", "Decision", "border_ways", "has_options", "legal_options", "may_keep"]
 
 _STATIC_FACTOR = 4  # parameter, gradient and two moments; steers the choice only
 _MAX_UNITS = 2**22
@@ -42,20 +49,25 @@ class Decision:
         axes: op name to axis, for ops that are not whole.
         recompute: what the whole block keeps.
         inner: ops that alone run again in backward, from what enters them.
-        is_sequence_parallel: activations cross block borders as slices of tokens.
+        borders: how activations enter the block, and how they leave it.
         slices: states that other calls share, of those that may be stored in slices all the same.
     """
 
     axes: dict[str, str] = field(default_factory=dict)
     recompute: Recompute = field(default_factory=lambda: Recompute(mode="none"))
     inner: tuple[str, ...] = ()
-    is_sequence_parallel: bool = False
+    borders: Borders = WHOLE_BORDERS
     slices: tuple[str, ...] = ()
+
+    @property
+    def is_sequence_parallel(self) -> bool:
+        """Return whether activations enter as slices of tokens."""
+        return self.borders[0] == "tokens"
 
     @cached_property
     def layout(self) -> tuple[object, ...]:
         """Return what decides how ops and states are sliced, hashable."""
-        return tuple(sorted(self.axes.items())), self.is_sequence_parallel, self.slices
+        return tuple(sorted(self.axes.items())), self.borders, self.slices
 
     @cached_property
     def key(self) -> tuple[object, ...]:
@@ -83,7 +95,9 @@ class ChoiceModel:
     """The problem of one class, degree and mode (with a recompute region or without).
 
     Attributes:
-        problem: to be solved.
+        problem: to be solved; `fixed` says how activations cross the borders.
+        ways: to hand activations over that differ for this class, the simplest first.
+        fixed: per borders, the option of every op of the problem that they settle.
     """
 
     def __init__(
@@ -93,7 +107,6 @@ class ChoiceModel:
         whole: frozenset[str],
         region: bool,
         *,
-        is_sequence_parallel: bool = False,
         slices: Sequence[tuple[str, str]] = (),
     ) -> None:
         """Pose the problem.
@@ -102,16 +115,16 @@ class ChoiceModel:
             block, timer: the class, and what prices it at the degree.
             whole: states that are stored whole.
             region: it runs again in backward.
-            is_sequence_parallel: activations cross its borders as slices of tokens.
             slices: (state, placement) of the states that are stored in that placement.
         """
         self.block = block
         self.timer = timer
         self.slices = dict(slices)
         whole = whole - self.slices.keys()
-        self.is_sequence_parallel = is_sequence_parallel
+        self.ways = border_ways(block, timer.degree)
         self.entering = {
-            v.name: boundary_of(v, timer.degree, is_sequence_parallel) for v in block.inputs
+            v.name: tuple(boundary_of(v, timer.degree, way) for way in self.ways)
+            for v in block.inputs
         }
         self.leaving = {name: self._leaving(name) for name in block.outputs}
         self.region = region
@@ -133,9 +146,19 @@ class ChoiceModel:
         self.read_as = {name: self._read_as(name) for name in self.names}
         self.picks = self._all_picks(whole)
         self.problem = self._build()
+        self.fixed = {
+            (entering, leaving): self._fixed(entering, leaving)
+            for entering in self.ways
+            for leaving in self.ways
+        }
 
-    def read(self, solution: ChoiceSolution) -> Decision:
-        """Return the decision that a solution stands for."""
+    def nearest(self, borders: Borders) -> Borders:
+        """Return borders that are the same for this class, of the ways that differ for it."""
+        entering, leaving = (way if way in self.ways else "whole" for way in borders)
+        return entering, leaving
+
+    def read(self, solution: ChoiceSolution, borders: Borders) -> Decision:
+        """Return the decision that a solution under these borders stands for."""
         axes: dict[str, str] = {}
         keep: list[str] = []
         first = len(self.block.inputs) + len(self.block.states)
@@ -149,17 +172,29 @@ class ChoiceModel:
         return Decision(
             axes=axes,
             recompute=Recompute(mode=mode, keep=tuple(keep)),  # type: ignore[arg-type]
-            is_sequence_parallel=self.is_sequence_parallel,
+            borders=borders,
             slices=tuple(sorted(self.slices)),
         )
 
-    def _leaving(self, name: str) -> str:
-        """Return the placement in which an output leaves the block."""
+    def _leaving(self, name: str) -> tuple[str, ...]:
+        """Return the placement in which an output leaves the block, for each way."""
         for op in self.block.ops:
             if op.name == name:
-                is_sliced = self.is_sequence_parallel and op.needs_grad
-                return leaving_placement(op.shape, self.timer.degree, is_sliced)
-        return self.entering.get(name, "R")
+                placed = (leaving_placement(op.shape, self.timer.degree, way) for way in self.ways)
+                return tuple(placement if op.needs_grad else "R" for placement in placed)
+        return self.entering.get(name, ("R",) * len(self.ways))
+
+    def _fixed(self, entering: Border, leaving: Border) -> dict[int, int]:
+        """Return the options of inputs and reader under borders, where there are several."""
+        place = self.ways.index(entering)
+        fixed = {
+            self.index[name]: [pick.axis for pick in self.picks[name]].index(placements[place])
+            for name, placements in self.entering.items()
+            if len(self.picks[name]) > 1
+        }
+        if len(self.ways) > 1:
+            fixed[len(self.names)] = self.ways.index(leaving)
+        return fixed
 
     def _total_bytes(self) -> int:
         saved = sum(t.nbytes for op in self.block.ops for t in op.saved)
@@ -177,7 +212,10 @@ class ChoiceModel:
 
     def _all_picks(self, whole: frozenset[str]) -> dict[str, tuple[_Pick, ...]]:
         picks: dict[str, tuple[_Pick, ...]] = {
-            v.name: (_Pick(axis=self.entering[v.name], keep=False, option=None),)
+            v.name: tuple(
+                _Pick(axis=placement, keep=False, option=None)
+                for placement in dict.fromkeys(self.entering[v.name])
+            )
             for v in self.block.inputs
         }
         for state in self.block.states:
@@ -214,7 +252,7 @@ class ChoiceModel:
             else:
                 ops.append(self._source_options(name, states[name]))
         sink = len(ops)
-        ops.append((ChoiceOption(produces=0, time=0, memory=0),))
+        ops.append((ChoiceOption(produces=0, time=0, memory=0),) * len(self.ways))
         links = [self._link(name, states[name], sink) for name in self.names]
         return ChoiceProblem(ops=tuple(ops), links=tuple(x for x in links if x is not None))
 
@@ -227,8 +265,7 @@ class ChoiceModel:
     def _value_states(self, name: str) -> dict[str, int]:
         """Return the placements of a value, as made and as read, with their index."""
         made = [pick.produces for pick in self.picks[name]]
-        leaving = (self.leaving[name],) if name in self.leaving else ()
-        read = (*self.read_as[name], *leaving)
+        read = (*self.read_as[name], *self.leaving.get(name, ()))
         return {state: index for index, state in enumerate(dict.fromkeys((*made, *read)))}
 
     def _source_options(self, name: str, states: dict[str, int]) -> tuple[ChoiceOption, ...]:
@@ -296,7 +333,8 @@ class ChoiceModel:
             )
             consumers.append(Consumer(op=self.index[op.name], requires=required))
         if name in self.block.outputs:
-            consumers.append(Consumer(op=sink, requires=(states[self.leaving[name]],)))
+            requires = tuple(states[placement] for placement in self.leaving[name])
+            consumers.append(Consumer(op=sink, requires=requires))
         if not consumers:
             return None
         needs_grad = self._needs_grad(name)
@@ -337,6 +375,16 @@ class ChoiceModel:
             if value.name == name:
                 return value.is_activation and value.needs_grad
         return next(s.is_trained for s in self.block.states if s.name == name)
+
+
+def border_ways(block: BlockTrace, degree: int) -> tuple[Border, ...]:
+    """Return the ways to hand activations over that differ for a class, the simplest first."""
+    ways: tuple[Border, ...] = ("whole", "tokens", "features")
+    shapes = [v.shape for v in block.inputs if v.is_activation and v.needs_grad]
+    shapes += [op.shape for op in block.ops if op.name in block.outputs and op.needs_grad]
+    placed = {way: [leaving_placement(s, degree, way) for s in shapes] for way in ways}
+    can_slice = {way: degree > 1 and set(placed[way]) != {"R"} for way in ways}
+    return tuple(way for way in ways if way == "whole" or can_slice[way])
 
 
 def legal_options(

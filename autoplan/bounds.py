@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 from autoplan.conventions import Convention
 from autoplan.frontiers import fastest_ops_s
 from autoplan.graph import ParameterTrace, Placement, Trace
+from autoplan.held import least_held_bytes
 from autoplan.interleaving import stage_counts
 from autoplan.layout_check import fsdp_can_slice
 from autoplan.search.candidates import Refinement
 from autoplan.search.problem import Run
 from autoplan.search.together import together_bound
 from autoplan.search_options import alike, block_option, least_option
-from autoplan.setting_problem import borders_s, split_saving, usable_decisions
+from autoplan.setting_problem import borders_s, split_saving, usable_decisions, with_detours
 from autoplan.settings import Setting
 from autoplan.shared_writes import changed_parameter_text, lost_under
 from autoplan.split_steps import saved_at_most
@@ -30,6 +31,7 @@ __all__ = [
     "blocks_bound",
     "convention_bound",
     "frontiers_bound",
+    "held_excess",
     "layout_reason",
     "least_bound",
     "memory_bound",
@@ -347,14 +349,34 @@ def memory_bound(planner: Planner, setting: Setting) -> Refinement:
     parameters, gradients and states, and what a block keeps besides results that the next one may
     keep as its inputs.
     """
-    if setting.pp == 1:
-        return Refinement()
+    reason = held_reason(planner, setting)
+    if reason is not None or setting.pp == 1:
+        return Refinement(infeasible=reason)
     bound = least_bound(planner, setting, lambda own: _together(planner, setting, own))
     if bound is None:
         return Refinement(
             infeasible=f"what {setting.pp} ranks hold at the least exceeds their memory together"
         )
     return Refinement(bound=bound)
+
+
+def held_reason(planner: Planner, setting: Setting) -> str | None:
+    """Return why no decisions fit, by what all ranks hold together, or None."""
+    excess = held_excess(planner, setting)
+    if excess <= 0:
+        return None
+    return f"what its ranks hold at the least exceeds their memory by {format_bytes(excess)} each"
+
+
+def held_excess(planner: Planner, setting: Setting) -> int:
+    """Return bytes by which ranks exceed their memory at the least, in the mean over a pipeline."""
+    pricer = planner.pricer(setting.microbatch_size)
+    held = min(
+        least_held_bytes(pricer, setting, convention)
+        for convention in pricer.conventions(setting.tp)
+    )
+    room = sum(planner.cluster.on_stage(setting, s).capacity_bytes for s in range(setting.pp))
+    return (held - room) // setting.pp
 
 
 def _together(planner: Planner, setting: Setting, convention: Convention) -> int | None:
@@ -367,7 +389,9 @@ def _together(planner: Planner, setting: Setting, convention: Convention) -> int
         call = calls[0]
         block = pricer.trace.calls[call].block
         options = []
-        for decision in usable_decisions(pricer, block, setting, convention):
+        plain = usable_decisions(pricer, block, setting, convention)
+        decisions, detours = with_detours(pricer, block, setting, convention, plain)
+        for decision in decisions:
             work = pricer.base(block, decision, setting.tp)
             less = work.memory.held_output_bytes
             option = block_option(pricer, call, decision, setting, live[-1])
@@ -375,7 +399,7 @@ def _together(planner: Planner, setting: Setting, convention: Convention) -> int
                 less += work.deferred.nbytes + work.deferred.released_bytes
             kept = max(0, option.kept - -(-less // unit))
             options.append(replace(option, kept=kept, once=v * option.once))
-        runs.append(Run(count=len(calls), options=tuple(options)))
+        runs.append(Run(count=len(calls), options=tuple(options), detours=detours))
     clusters = [planner.cluster.on_stage(setting, stage) for stage in range(setting.pp)]
     bound = together_bound(
         runs,

@@ -14,7 +14,7 @@ from autoplan.plan import Recompute
 from autoplan.schedules import schedule_actions
 from autoplan.settings import Setting, check_pins, shared_states
 from autoplan.stage_ends import even_block_ends, even_stage_ends
-from autoplan.tensor_layout import megatron_axes
+from autoplan.tensor_layout import TOKEN_BORDERS, WHOLE_BORDERS, megatron_axes
 
 __all__ = [
     "RecomputeRule",
@@ -94,7 +94,7 @@ def ruled_decisions(trace: Trace, setting: Setting, sequence_parallel: bool) -> 
     by_block = [
         Decision(
             axes=megatron_axes(block, setting.tp, is_sequence_parallel=sequence_parallel),
-            is_sequence_parallel=sequence_parallel,
+            borders=TOKEN_BORDERS if sequence_parallel else WHOLE_BORDERS,
             slices=tuple(sorted(shared.get(index, ()))),
         )
         for index, block in enumerate(trace.blocks)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from autoplan.block_choice import has_options, legal_options
 from autoplan.graph import BlockTrace, ParameterTrace, Placement, Trace
 from autoplan.local import localize
-from autoplan.tensor_layout import boundary_of
+from autoplan.tensor_layout import TOKEN_BORDERS, WHOLE_BORDERS, Borders, boundary_of
 
 if TYPE_CHECKING:
     from autoplan.costs import Pricer
@@ -48,6 +48,11 @@ class Convention:
     is_sequence_parallel: bool = False
     slices: tuple[tuple[int, str, str], ...] = ()
 
+    @property
+    def borders(self) -> Borders:
+        """Return how activations enter and leave blocks that do not change it."""
+        return TOKEN_BORDERS if self.is_sequence_parallel else WHOLE_BORDERS
+
     def of(self, block: int) -> StateSlices:
         """Return what it says about the states of a class."""
         return tuple((state, placement) for own, state, placement in self.slices if own == block)
@@ -59,7 +64,9 @@ WHOLE = Convention()
 def borders_of(trace: Trace, degree: int) -> tuple[bool, ...]:
     """Return whether activations may cross borders of blocks whole, or as slices of tokens."""
     can_slice = degree > 1 and any(
-        boundary_of(value, degree, True) != "R" for block in trace.blocks for value in block.inputs
+        boundary_of(value, degree, "tokens") != "R"
+        for block in trace.blocks
+        for value in block.inputs
     )
     return (False, True) if can_slice else (False,)
 

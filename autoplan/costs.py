@@ -8,7 +8,7 @@ is in `call_prices`, bytes of stages in `stage_bytes`, whole plans in `plan_pric
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoplan.block_work import BlockWork, LayoutWork, layout_work, make_work
@@ -23,6 +23,7 @@ from autoplan.call_prices import (
 from autoplan.cluster import Cluster
 from autoplan.conventions import WHOLE, Convention, StateSlices, possible_conventions
 from autoplan.deferral import graph_nodes
+from autoplan.detours import DetourDecisions, hands_to_alike
 from autoplan.frontiers import Decision, Frontiers
 from autoplan.graph import Trace
 from autoplan.local import localize
@@ -30,12 +31,13 @@ from autoplan.search.problem import BlockOption
 from autoplan.settings import Setting, Workload, shared_states
 from autoplan.stage_costs import GroupBytes
 from autoplan.step_costs import tie_s, transfer_s
+from autoplan.tensor_layout import WHOLE_BORDERS, Border, Borders
 from autoplan.times import Tally, Timer
 
 __all__ = ["Pricer"]
 
-_Asked = tuple[int, int, bool, StateSlices]
-"""A class under a convention: class, degree, whether borders are sliced, its shared states."""
+_Asked = tuple[int, int, Borders, StateSlices]
+"""A class: its index, degree, how activations enter and leave, its shared states."""
 
 
 @dataclass(slots=True)
@@ -51,6 +53,7 @@ class Pricer:
         tally: counts look-ups.
         frontiers: solves the problems of block classes.
         options: what `search_options` has made, by kind of call.
+        least_kept: what `held` has found, likewise.
     """
 
     trace: Trace
@@ -63,6 +66,9 @@ class Pricer:
     _plain: dict[tuple[int, int, StateSlices, bool], Decision] = field(default_factory=dict)
     _decisions: dict[_Asked, tuple[Decision, ...]] = field(default_factory=dict)
     _conventions: dict[int, tuple[Convention, ...]] = field(default_factory=dict)
+    _detours: dict[tuple[int, int, StateSlices], Mapping[Border, tuple[Border, ...]]] = field(
+        default_factory=dict
+    )
     _layouts: dict[tuple[int, int, object], LayoutWork] = field(default_factory=dict)
     _bases: dict[tuple[int, int, object], BlockWork] = field(default_factory=dict)
     _groups: dict[tuple[object, ...], GroupBytes] = field(default_factory=dict)
@@ -74,8 +80,10 @@ class Pricer:
     _timers: dict[tuple[int, bool], Timer] = field(default_factory=dict)
     _shared: dict[int, frozenset[str]] | None = None
     options: dict[tuple[object, ...], BlockOption] = field(default_factory=dict)
+    least_kept: dict[tuple[object, ...], dict[GroupBytes, int]] = field(default_factory=dict)
     _held: list[frozenset[str]] | None = None
     _num_nodes: int | None = None
+    _slowness: dict[tuple[Cluster, Setting], float] = field(default_factory=dict)
     _by_device: dict[Cluster, Pricer] = field(default_factory=dict)
 
     def of(self, trace: Trace) -> Pricer:
@@ -84,6 +92,25 @@ class Pricer:
             return self
         return Pricer(
             trace=trace, cluster=self.cluster, workload=self.workload, recompute=self.recompute
+        )
+
+    def only_for_memory(
+        self, cluster: Cluster, workload: Workload, recompute: str | None
+    ) -> Pricer:
+        """Return a pricer that says what these decisions hold under another cluster or workload.
+
+        Its seconds are not to be asked for. What blocks hold is found once for both.
+        """
+        return Pricer(
+            trace=self.trace,
+            cluster=cluster,
+            workload=workload,
+            recompute=recompute,
+            reference=self,
+            _layouts=self._layouts,
+            _bases=self._bases,
+            _groups=self._groups,
+            least_kept=self.least_kept,
         )
 
     def decisions(
@@ -96,25 +123,65 @@ class Pricer:
         """
         if self.reference is not None:
             return self.reference.decisions(block, tp, convention)
+        return self._frontier(block, tp, convention.borders, convention)
+
+    def _frontier(
+        self, block: int, tp: int, borders: Borders, convention: Convention
+    ) -> tuple[Decision, ...]:
+        """Return the frontier of a class whose activations enter and leave so, fastest first."""
         slices = convention.of(block)
-        key = (block, tp, convention.is_sequence_parallel, slices)
+        key = (block, tp, borders, slices)
         if key not in self._decisions:
             found = self.frontiers.decisions(
                 self.trace.blocks[block],
                 self.timer(tp),
                 whole=self.whole_states(block),
                 recompute=self._recompute_of(block),
-                is_sequence_parallel=convention.is_sequence_parallel,
+                borders=borders,
                 slices=slices,
                 offloads="activations" in self.workload.offload,
             )
-            is_whole = not convention.is_sequence_parallel
+            is_whole = borders == WHOLE_BORDERS
             if is_whole and tp > 1 and self.recompute in (None, "none"):
                 lean = self.plain_decision(block, tp, convention, lean=True)
                 if all(lean.key != d.key for d in found):
                     found += (lean,)
             self._decisions[key] = found
         return self._decisions[key]
+
+    def detours(self, block: int, tp: int, convention: Convention = WHOLE) -> tuple[Border, ...]:
+        """Return the other ways that a stretch of blocks of a class may hand over in, with gain."""
+        if self.reference is not None:
+            return self.reference.detours(block, tp, convention)
+        slices = convention.of(block)
+        key = (block, tp, slices)
+        if key not in self._detours:
+            self._detours[key] = {}
+            if tp > 1 and hands_to_alike(self.trace, block):
+                self._detours[key] = self.frontiers.detours(
+                    self.trace.blocks[block],
+                    self.timer(tp),
+                    whole=self.whole_states(block),
+                    recompute=self._recompute_of(block),
+                    slices=slices,
+                )
+        return self._detours[key].get(convention.borders[0], ())
+
+    def detour_decisions(
+        self, block: int, tp: int, convention: Convention = WHOLE
+    ) -> tuple[DetourDecisions, ...]:
+        """Return the frontiers of a class for each of its `detours`."""
+        if self.reference is not None:
+            return self.reference.detour_decisions(block, tp, convention)
+        base = convention.borders[0]
+        return tuple(
+            DetourDecisions(
+                first=self._frontier(block, tp, (base, way), convention),
+                inner=self._frontier(block, tp, (way, way), convention),
+                last=self._frontier(block, tp, (way, base), convention),
+            )
+            for way in self.detours(block, tp, convention)
+        )
 
     def _recompute_of(self, block: int) -> str | None:
         return "none" if self.loses_writes(block) else self.recompute
@@ -145,15 +212,29 @@ class Pricer:
         return self._plain[key]
 
     def fastest_s(self, block: int, tp: int, convention: Convention = WHOLE) -> float:
-        """Return seconds below which no decision of a class is at this micro-batch size."""
-        slices = convention.of(block)
-        key = (block, tp, convention.is_sequence_parallel, slices)
+        """Return seconds below which no block of a class is at this micro-batch size, on average.
+
+        The first and the last of a stretch that hands over in another way count as their mean.
+        """
+        base = convention.borders[0]
+
+        def fastest(entering: Border, leaving: Border) -> float:
+            return self._fastest_under(block, tp, (entering, leaving), convention.of(block))
+
+        others = [
+            min(fastest(way, way), (fastest(base, way) + fastest(way, base)) / 2)
+            for way in self.detours(block, tp, convention)
+        ]
+        return min([fastest(base, base), *others])
+
+    def _fastest_under(self, block: int, tp: int, borders: Borders, slices: StateSlices) -> float:
+        key = (block, tp, borders, slices)
         if key not in self._fastest_s:
             self._fastest_s[key] = self.frontiers.fastest_s(
                 self.trace.blocks[block],
                 self.timer(tp),
                 whole=self.whole_states(block),
-                is_sequence_parallel=convention.is_sequence_parallel,
+                borders=borders,
                 slices=slices,
             )
         return self._fastest_s[key]
@@ -211,7 +292,7 @@ class Pricer:
                 decision.axes,
                 tp,
                 self.whole_states(block).difference(decision.slices),
-                is_sequence_parallel=decision.is_sequence_parallel,
+                borders=decision.borders,
                 regathers=self.workload.engine.regathers_sequence,
             )
             timer = self.timer(tp, is_glue=local.block.is_glue)
@@ -403,15 +484,20 @@ class Pricer:
         own = self.on_stage(setting, stage)
         if own.cluster.device is self.cluster.device:
             return 1.0
-        calls = [
-            (call, self.plain_decision(trace_call.block, setting.tp))
-            for call, trace_call in enumerate(self.trace.calls)
-        ]
-        own_s, first_s = (
-            sum(p.forward_s + p.backward_s for p in (x.price(c, d, setting) for c, d in calls))
-            for x in (own, self)
-        )
-        return max(1.0, own_s / first_s)
+        key = (own.cluster, setting)
+        if key not in self._slowness:
+            first = {
+                call.block: index for index, call in reversed(list(enumerate(self.trace.calls)))
+            }
+            count = Counter(call.block for call in self.trace.calls)
+            own_s, first_s = 0.0, 0.0
+            for block, call in first.items():
+                decision = self.plain_decision(block, setting.tp)
+                theirs, ours = (x.price(call, decision, setting) for x in (own, self))
+                own_s += count[block] * (theirs.forward_s + theirs.backward_s)
+                first_s += count[block] * (ours.forward_s + ours.backward_s)
+            self._slowness[key] = max(1.0, own_s / first_s)
+        return self._slowness[key]
 
     def action_s(self, setting: Setting) -> float:
         """Return seconds of the host in a forward or a backward of a pipeline stage, ops apart."""

@@ -8,13 +8,15 @@ every op, and what to keep. Every decision is afterwards priced exactly by `auto
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoplan.block_choice import ChoiceModel, Decision
+from autoplan.detours import worthwhile_detours
 from autoplan.graph import BlockTrace
 from autoplan.plan import Recompute
 from autoplan.search.choice import minimize_memory, solve_choice
+from autoplan.search.fixing import with_fixed
 from autoplan.search.frontier import (
     Eliminations,
     choice_frontier,
@@ -23,6 +25,7 @@ from autoplan.search.frontier import (
     whole_frontier,
 )
 from autoplan.search.problem import ChoiceSolution
+from autoplan.tensor_layout import WHOLE_BORDERS, Border, Borders
 from autoplan.times import Timer
 from autoplan.units import TICK_S
 
@@ -49,6 +52,7 @@ class Frontiers:
     tolerance: float | None = _TOLERANCE
     time_limit_s: float = _TIME_LIMIT_S
     eliminations: Eliminations = field(default_factory=Eliminations)
+    _models: dict[tuple[object, ...], ChoiceModel] = field(default_factory=dict)
 
     def decisions(
         self,
@@ -57,7 +61,7 @@ class Frontiers:
         *,
         whole: frozenset[str] = frozenset(),
         recompute: str | None = None,
-        is_sequence_parallel: bool = False,
+        borders: Borders = WHOLE_BORDERS,
         slices: Sequence[tuple[str, str]] = (),
         offloads: bool = False,
     ) -> tuple[Decision, ...]:
@@ -72,7 +76,7 @@ class Frontiers:
             recompute: pins the mode: `none`, `full` or `selective`; None allows all. A class that
                 has no decision of the pinned mode (nothing is saved, or nothing may be kept)
                 recomputes nothing.
-            is_sequence_parallel: activations cross the borders of blocks as slices of tokens.
+            borders: how activations enter and leave.
         """
         decisions: list[Decision] = []
         for region in (False, True):
@@ -82,16 +86,7 @@ class Frontiers:
                 continue
             if region and not any(op.saved for op in block.ops):
                 continue
-            decisions += self._sample(
-                ChoiceModel(
-                    block,
-                    timer,
-                    whole,
-                    region,
-                    is_sequence_parallel=is_sequence_parallel,
-                    slices=slices,
-                )
-            )
+            decisions += self._sample(self._model(block, timer, whole, region, slices), borders)
         if recompute in (None, "full") and any(d.recompute.mode == "selective" for d in decisions):
             leanest = [d for d in decisions if d.recompute.mode != "none"][-1]
             decisions.append(replace(leanest, recompute=Recompute(mode="full")))
@@ -105,18 +100,34 @@ class Frontiers:
                 timer,
                 whole=whole,
                 recompute="none",
-                is_sequence_parallel=is_sequence_parallel,
+                borders=borders,
                 slices=slices,
             )
         return tuple(unique.values())
 
-    def _sample(self, model: ChoiceModel) -> list[Decision]:
+    def _model(
+        self,
+        block: BlockTrace,
+        timer: Timer,
+        whole: frozenset[str],
+        region: bool,
+        slices: Sequence[tuple[str, str]],
+    ) -> ChoiceModel:
+        """Return a problem, posed once whatever the borders."""
+        key = (id(block), id(timer), whole, region, tuple(slices))
+        if key not in self._models:
+            self._models[key] = ChoiceModel(block, timer, whole, region, slices=slices)
+        return self._models[key]
+
+    def _sample(self, model: ChoiceModel, borders: Borders) -> list[Decision]:
+        fixed = model.fixed[model.nearest(borders)]
         if self.tolerance is None:
             found = choice_frontier(
                 model.problem,
                 points=self.points if model.region or model.timer.degree > 1 else 1,
                 time_limit_s=self.time_limit_s,
                 eliminations=self.eliminations,
+                fixed=fixed,
             )
         else:
             found = frontier_cover(
@@ -125,8 +136,27 @@ class Frontiers:
                 points=self.points,
                 time_limit_s=self.time_limit_s,
                 eliminations=self.eliminations,
+                fixed=fixed,
             )
-        return [model.read(s) for s in found if s.status in ("optimal", "feasible")]
+        return [model.read(s, borders) for s in found if s.status in ("optimal", "feasible")]
+
+    def detours(
+        self,
+        block: BlockTrace,
+        timer: Timer,
+        *,
+        whole: frozenset[str] = frozenset(),
+        recompute: str | None = None,
+        slices: Sequence[tuple[str, str]] = (),
+    ) -> Mapping[Border, tuple[Border, ...]]:
+        """Return `worthwhile_detours` of a class; arguments as in `decisions`."""
+        regions = [recompute in ("full", "selective")] if recompute is not None else [False, True]
+        can_redo = any(op.saved for op in block.ops)
+        models = [
+            self._model(block, timer, whole, region, slices)
+            for region in dict.fromkeys(region and can_redo for region in regions)
+        ]
+        return worthwhile_detours(models, self.eliminations)
 
     def plain(
         self,
@@ -135,7 +165,7 @@ class Frontiers:
         *,
         whole: frozenset[str] = frozenset(),
         lean: bool = False,
-        is_sequence_parallel: bool = False,
+        borders: Borders = WHOLE_BORDERS,
         slices: Sequence[tuple[str, str]] = (),
     ) -> Decision:
         """Return the fastest decision of a class that recomputes nothing.
@@ -143,19 +173,19 @@ class Frontiers:
         With `lean`, the fastest among those that save most of the memory that sharding can save:
         within a quarter of the way from the leanest to the fastest.
         """
-        model, fastest = self._fastest(
-            block, timer, whole, is_sequence_parallel=is_sequence_parallel, slices=slices
-        )
+        model, fastest = self._fastest(block, timer, whole, borders=borders, slices=slices)
         if not lean or timer.degree == 1:
-            return model.read(fastest)
-        every = whole_frontier(model.problem, eliminations=self.eliminations)
+            return model.read(fastest, borders)
+        fixed = model.fixed[model.nearest(borders)]
+        every = whole_frontier(model.problem, eliminations=self.eliminations, fixed=fixed)
         if every is None:
-            leanest = minimize_memory(model.problem, time_limit_s=self.time_limit_s)
+            problem = with_fixed(model.problem, fixed)
+            leanest = minimize_memory(problem, time_limit_s=self.time_limit_s)
             limit = _lean_limit(fastest.memory, leanest.memory)
-            found = solve_choice(model.problem, limit, time_limit_s=self.time_limit_s)
-            return model.read(found)
+            found = solve_choice(problem, limit, time_limit_s=self.time_limit_s)
+            return model.read(found, borders)
         limit = _lean_limit(fastest.memory, every[-1].memory)
-        return model.read(next(point for point in every if point.memory <= limit))
+        return model.read(next(point for point in every if point.memory <= limit), borders)
 
     def _fastest(
         self,
@@ -163,20 +193,16 @@ class Frontiers:
         timer: Timer,
         whole: frozenset[str],
         *,
-        is_sequence_parallel: bool,
+        borders: Borders,
         slices: Sequence[tuple[str, str]],
     ) -> tuple[ChoiceModel, ChoiceSolution]:
         """Return the problem of a class without recomputation, and its fastest choice."""
-        model = ChoiceModel(
-            block,
-            timer,
-            whole,
-            region=False,
-            is_sequence_parallel=is_sequence_parallel,
-            slices=slices,
-        )
+        model = self._model(block, timer, whole, False, slices)
         fastest = fastest_choice(
-            model.problem, time_limit_s=self.time_limit_s, eliminations=self.eliminations
+            model.problem,
+            time_limit_s=self.time_limit_s,
+            eliminations=self.eliminations,
+            fixed=model.fixed[model.nearest(borders)],
         )
         return model, fastest
 
@@ -186,16 +212,14 @@ class Frontiers:
         timer: Timer,
         *,
         whole: frozenset[str] = frozenset(),
-        is_sequence_parallel: bool = False,
+        borders: Borders = WHOLE_BORDERS,
         slices: Sequence[tuple[str, str]] = (),
     ) -> float:
         """Return seconds below which no decision of the class is, collectives included.
 
         Nothing that recomputes is faster than the same without. Infinite where there is none.
         """
-        model, fastest = self._fastest(
-            block, timer, whole, is_sequence_parallel=is_sequence_parallel, slices=slices
-        )
+        model, fastest = self._fastest(block, timer, whole, borders=borders, slices=slices)
         problem = model.problem
         if fastest.status == "infeasible":
             return math.inf

@@ -27,6 +27,7 @@ from autoplan.program import BlockGraph, Op, Program, Ref, State, TensorMeta
 from autoplan.rank_numerics import Comparison, compare_layout, without_chance
 from autoplan.sharding import shard_options
 from autoplan.shrinking import SmallGraph, axes_of, shrink_graph
+from autoplan.tensor_layout import WHOLE_BORDERS, Borders
 
 __all__ = ["check_layout_numerics", "check_plan_layouts"]
 
@@ -48,12 +49,11 @@ def check_plan_layouts(plan: Plan, program: Program) -> tuple[LayoutNumerics, ..
             if layout is None or not layout.axes or key in found:
                 continue
             graph = program.graphs[key[0]]
-            is_sliced = layout.borders == "tokens"
-            text = f"{sorted(layout.axes.items())} {layout.borders}"
+            text = f"{sorted(layout.axes.items())} {layout.both_borders}"
             known = (graph.fingerprint, text, layout.degree)
             if known not in _checked:
                 _checked[known] = check_layout_numerics(
-                    graph, layout.axes, layout.degree, is_sequence_parallel=is_sliced
+                    graph, layout.axes, layout.degree, borders=layout.both_borders
                 )
             found[key] = replace(_checked[known], block=graph.name, layout=block.placements)
     return tuple(found.values())
@@ -64,7 +64,7 @@ def check_layout_numerics(
     axes: Mapping[str, str],
     degree: int,
     *,
-    is_sequence_parallel: bool = False,
+    borders: Borders = WHOLE_BORDERS,
 ) -> LayoutNumerics:
     """Return how a layout of a block compares with the whole block.
 
@@ -76,9 +76,9 @@ def check_layout_numerics(
         graph: as captured.
         axes: op name -> axis.
         degree: ranks.
-        is_sequence_parallel: activations enter and leave as slices of tokens where they can.
+        borders: how activations enter and leave, where they can be sliced so.
     """
-    check = _Check(graph, axes, degree, is_sequence_parallel)
+    check = _Check(graph, axes, degree, borders)
     return _in_thread(check) if compat.has_autograd_threads() else _in_fork(check)
 
 
@@ -134,7 +134,7 @@ class _Check:
     graph: BlockGraph
     axes: Mapping[str, str]
     degree: int
-    is_sequence_parallel: bool
+    borders: Borders
 
     def run(self) -> LayoutNumerics:
         """Return how the layout compares, in the first form in which it can be run."""
@@ -210,10 +210,8 @@ class _Check:
             op.name: self.axes.get(op.name, "whole") if op.name in names else _INNER
             for op in small.graph.ops
         }
-        is_sliced = self.is_sequence_parallel and len(axes) == len(names)
-        return compare_layout(
-            small.graph, small.options, axes, self.degree, is_sequence_parallel=is_sliced
-        )
+        borders = self.borders if len(axes) == len(names) else WHOLE_BORDERS
+        return compare_layout(small.graph, small.options, axes, self.degree, borders=borders)
 
     def _by_op(
         self, quiet: BlockGraph, options: Mapping[str, tuple[ShardOption, ...]], found: Analysis

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from autoplan.bounds import most_bytes, static_need, unrunnable_reason
+from autoplan.bounds import held_excess, most_bytes, static_need, unrunnable_reason
 from autoplan.conventions import Convention
 from autoplan.costs import Pricer
 from autoplan.frontiers import Decision
 from autoplan.memory import StageMemory
-from autoplan.search_options import alike, block_option
+from autoplan.search_options import alike, call_bytes
 from autoplan.settings import Setting
 from autoplan.stage_bytes import rank_memory
 from autoplan.stage_ends import even_stage_ends, is_runnable
@@ -20,7 +21,7 @@ from autoplan.stage_ends import even_stage_ends, is_runnable
 if TYPE_CHECKING:
     from autoplan.planner import Planner
 
-__all__ = ["Least", "least_memory", "least_within"]
+__all__ = ["Least", "least_memory", "least_of", "least_within"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +85,13 @@ def least_within(
     best: Least | None = None
     for setting in _most_promising_first(planner, _of_unlike_memory(planner, runnable or own)):
         if runnable:
-            excess = static_need(planner, setting) - most_bytes(planner, setting)
-            if (is_any_enough and excess > 0) or (best is not None and excess > best.excess_bytes):
+            most = 0 if is_any_enough else (math.inf if best is None else best.excess_bytes)
+            # The cheap bound first: the other one needs the decisions of the blocks.
+            if static_need(planner, setting) - most_bytes(planner, setting) > most:
                 continue
-        found = _least_of(planner, setting)
+            if most < math.inf and held_excess(planner, setting) > most:
+                continue
+        found = least_of(planner, setting)
         if best is None or found.excess_bytes < best.excess_bytes:
             best = found
         if is_any_enough and best.excess_bytes <= 0:
@@ -113,7 +117,8 @@ def _most_promising_first(planner: Planner, settings: Sequence[Setting]) -> list
     return sorted(settings, key=lambda s: (static_need(planner, s), -s.tp, s.pp))
 
 
-def _least_of(planner: Planner, setting: Setting) -> Least:
+def least_of(planner: Planner, setting: Setting) -> Least:
+    """Return the plan of least memory of one setting."""
     pricer = planner.pricer(setting.microbatch_size)
     ends = even_stage_ends(pricer.trace, setting.pp * setting.virtual_stages)
     found = []
@@ -235,11 +240,11 @@ def _leanest(pricer: Pricer, setting: Setting, convention: Convention) -> tuple[
     kinds = alike(pricer, setting)
     choices = {
         index: [
-            (live * option.kept + option.static, option.working, decision)
+            (live * held.kept + held.static, held.working, decision)
             for decision in pricer.decisions(
                 pricer.trace.calls[calls[0]].block, setting.tp, convention
             )
-            for option in (block_option(pricer, calls[0], decision, setting, live),)
+            for held in (call_bytes(pricer, calls[0], decision, setting, live),)
         ]
         for index, calls in enumerate(kinds)
     }

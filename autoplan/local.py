@@ -13,7 +13,13 @@ from functools import cached_property
 
 from autoplan.graph import BlockTrace, OpTrace, Placement, ShardOption
 from autoplan.redistribution import transition
-from autoplan.tensor_layout import SEQUENCE, boundary_of, leaving_placement
+from autoplan.tensor_layout import (
+    SEQUENCE,
+    WHOLE_BORDERS,
+    Borders,
+    boundary_of,
+    leaving_placement,
+)
 
 __all__ = ["LocalBlock", "LocalOp", "axis_option", "localize", "value_bytes"]
 
@@ -81,8 +87,7 @@ class LocalBlock:
         ops: in execution order.
         inputs: bytes of each activation input by name.
         side_inputs: bytes of each input that is no activation.
-        outputs: local names of the values that leave; whole on every rank, or slices of tokens
-            under sequence parallelism.
+        outputs: local names of the values that leave, whole on every rank or slices.
         value_bytes: local size of every value that owns a storage, inputs and states included.
         state_bytes: local size of each state as it is stored.
         state_placements: how each state is stored, as text.
@@ -151,22 +156,20 @@ class _Builder:
         degree: int,
         whole: frozenset[str],
         *,
-        is_sequence_parallel: bool = False,
+        borders: Borders = WHOLE_BORDERS,
         regathers: bool = False,
     ) -> None:
         self.block = block
         self.axes = axes
         self.degree = degree
-        self.regathers = regathers and is_sequence_parallel
+        self.regathers = regathers and "tokens" in borders
         self.slice_of: dict[str, str] = {}
         self.options = {op.name: axis_option(op, axes) for op in block.ops}
         self.full = {v.name: v.nbytes for v in block.inputs}
         self.full |= {s.name: s.nbytes for s in block.states}
         self.grad = {v.name: v.is_activation and v.needs_grad for v in block.inputs}
         self.trained = {s.name: s.is_trained for s in block.states}
-        self.placements = {
-            v.name: boundary_of(v, degree, is_sequence_parallel) for v in block.inputs
-        }
+        self.placements = {v.name: boundary_of(v, degree, borders[0]) for v in block.inputs}
         self.placements |= state_placements(block, self.options, whole)
         self.storage = {name: name for name in self.full}
         self.value_bytes = {n: self._local(b, self.placements[n]) for n, b in self.full.items()}
@@ -407,7 +410,7 @@ def localize(
     degree: int,
     whole: frozenset[str] = frozenset(),
     *,
-    is_sequence_parallel: bool = False,
+    borders: Borders = WHOLE_BORDERS,
     regathers: bool = False,
 ) -> LocalBlock:
     """Return one rank's share of `block`.
@@ -417,8 +420,8 @@ def localize(
         axes: op name to axis, for ops that are not whole.
         degree: tensor-parallel degree, at least 1; with 1 no axis may be given.
         whole: states that must be stored whole (shared between calls).
-        is_sequence_parallel: activations enter and leave as slices of tokens where they can.
-        regathers: what is gathered from such slices is kept as the slice, and gathered again.
+        borders: how activations enter and leave, where they can be sliced so.
+        regathers: what is gathered from slices of tokens is kept as the slice, and gathered again.
 
     Raises:
         ValueError: an op has no such axis, or a value cannot take the placement required.
@@ -428,14 +431,14 @@ def localize(
         axes,
         degree,
         whole,
-        is_sequence_parallel=is_sequence_parallel,
+        borders=borders,
         regathers=regathers,
     )
     for op in block.ops:
         builder.add(op)
-    leaving = {v.name: builder.placements[v.name] for v in block.inputs}
+    leaving = {v.name: boundary_of(v, degree, borders[1]) for v in block.inputs}
     leaving |= {
-        op.name: leaving_placement(op.shape, degree, is_sequence_parallel and op.needs_grad)
+        op.name: leaving_placement(op.shape, degree, borders[1] if op.needs_grad else "whole")
         for op in block.ops
     }
     outputs = tuple(builder.require(name, leaving.get(name, "R")) for name in block.outputs)

@@ -3,7 +3,7 @@
 The lowered graph has the same ops with local sizes, and explicit ops for every change of placement:
 one per (value, required placement), named `<value>__<placement>` and shared by all readers.
 Parameters enter as the rank stores them; inputs and outputs of the block are whole, or, where the
-plan says so, activations are slices of tokens.
+plan says so, activations are slices of tokens or features.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from autoplan.sharded_ops import (
     VocabularyEmbedding,
 )
 from autoplan.sharding import check_axes, chosen_options, layout_parameters
-from autoplan.tensor_layout import leaving_placement
+from autoplan.tensor_layout import WHOLE_BORDERS, Border, Borders, leaving_placement
 
 __all__ = ["LoweredBlock", "border_placement", "dtensor_placement", "fsdp_dim", "lower"]
 
@@ -67,7 +67,7 @@ def lower(
     degree: int,
     rank: int,
     group: dist.ProcessGroup | None,
-    is_sequence_parallel: bool = False,
+    borders: Borders = WHOLE_BORDERS,
 ) -> LoweredBlock:
     """Return the local form of a block graph for one rank.
 
@@ -78,7 +78,7 @@ def lower(
         degree: number of tensor-parallel ranks.
         rank: of this process among them.
         group: their process group; None is the default group.
-        is_sequence_parallel: activations enter and leave as slices of tokens where they can.
+        borders: how activations enter and leave, where they can be sliced so.
 
     Raises:
         ValueError: the choice cannot run over `degree` ranks; see `check_axes`.
@@ -89,36 +89,36 @@ def lower(
     stored = layout_parameters(graph, options, axes)
     metas = dict(zip(graph.inputs, graph.input_metas, strict=True))
     metas |= {op.name: op.meta for op in graph.ops}
-    border = {
-        name: border_placement(metas.get(name), degree, is_sequence_parallel)
-        for name in (*graph.inputs, *graph.outputs)
-    }
+    entering, leaving = (
+        {name: border_placement(metas.get(name), degree, border) for name in names}
+        for names, border in zip((graph.inputs, graph.outputs), borders, strict=True)
+    )
     if degree == 1:
         stored = dict.fromkeys(stored, "R")
         lowered, outputs = graph, graph.outputs
     else:
-        lowering = _Lowering(graph, stored, border, degree, rank, group)
+        lowering = _Lowering(graph, stored, entering, degree, rank, group)
         chosen = chosen_options(graph, options, axes)
         for op in graph.ops:
             lowering.add(op, chosen[op.name])
         outputs = tuple(
-            lowering.convert(name, Placement.parse(border[name])) for name in graph.outputs
+            lowering.convert(name, Placement.parse(leaving[name])) for name in graph.outputs
         )
         lowered = lowering.finish(outputs, axes)
     return LoweredBlock(
         graph=lowered,
         parameters=stored,
-        inputs={name: border[name] for name in graph.inputs},
-        outputs={local: border[name] for local, name in zip(outputs, graph.outputs, strict=True)},
-        leaving=tuple(border[name] for name in graph.outputs),
+        inputs=entering,
+        outputs={local: leaving[name] for local, name in zip(outputs, graph.outputs, strict=True)},
+        leaving=tuple(leaving[name] for name in graph.outputs),
     )
 
 
-def border_placement(meta: TensorMeta | None, degree: int, is_sequence_parallel: bool) -> str:
+def border_placement(meta: TensorMeta | None, degree: int, border: Border) -> str:
     """Return the placement in which a value crosses borders of blocks."""
     if meta is None or not meta.requires_grad:
         return "R"
-    return leaving_placement(tuple(meta.shape), degree, is_sequence_parallel)
+    return leaving_placement(tuple(meta.shape), degree, border)
 
 
 class _Lowering:
@@ -128,7 +128,7 @@ class _Lowering:
         self,
         graph: BlockGraph,
         stored: Mapping[str, str],
-        border: Mapping[str, str],
+        entering: Mapping[str, str],
         degree: int,
         rank: int,
         group: dist.ProcessGroup | None,
@@ -137,7 +137,7 @@ class _Lowering:
         self.degree, self.rank, self.group = degree, rank, group
         self.stored = {s.name: Placement.parse(stored[s.fqn]) for s in graph.states}
         self.placements: dict[str, Placement] = {
-            name: Placement.parse(border[name]) for name in graph.inputs
+            name: Placement.parse(entering[name]) for name in graph.inputs
         } | self.stored
         self.metas: dict[str, TensorMeta | None] = dict(
             zip(graph.inputs, graph.input_metas, strict=True)

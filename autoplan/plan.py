@@ -10,6 +10,7 @@ from autoplan import codec
 from autoplan.errors import PlanError
 from autoplan.meshes import AXIS_ORDERS, AxisOrder
 from autoplan.stage_costs import PlanCosts
+from autoplan.tensor_layout import Border, Borders
 from autoplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -113,15 +114,22 @@ class Layout:
         degree: tp.
         axes: per op that is not `whole`, the axis of its shard option.
         parameters: per state FQN (as in the trace) its placement: R, S(dim) or S(dim,outer).
-        borders: how activations of shape (batch, tokens, features) enter and leave the block:
-            `whole` on every rank, or as slices of `tokens`.
+        borders: how activations of shape (batch, tokens, features) enter the block: `whole` on
+            every rank, or as slices of `tokens` or `features`.
+        leaving: how they leave it; None: as they enter.
     """
 
     block: str
     degree: int
     axes: dict[str, str] = field(default_factory=dict)
     parameters: dict[str, str] = field(default_factory=dict)
-    borders: Literal["whole", "tokens"] = "whole"
+    borders: Border = "whole"
+    leaving: Border | None = None
+
+    @property
+    def both_borders(self) -> Borders:
+        """Return how activations enter and leave the block."""
+        return self.borders, self.leaving or self.borders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +164,7 @@ class Predicted:
         capacity_bytes: Device_Memory that every peak was held against.
         lookups: how many kernels of one micro-batch have a time that was measured, interpolated,
             extrapolated or from the roofline; every call counts, forward and backward.
-        host_bytes: per stage, bytes of a rank's shards in host memory; empty without offload.
+        host_bytes: likewise, bytes of the rank's shards in host memory; empty without offload.
     """
 
     step_time_s: float
@@ -296,8 +304,9 @@ class Plan:
     @property
     def slices(self) -> int:
         """Return into how many slices of tokens activations are cut where they cross stages."""
-        is_sliced = any(layout.borders == "tokens" for layout in self.placements.values())
-        return self.mesh.tp if is_sliced else 1
+        first = [stage.blocks[0].placements for stage in self.stages[1:] if stage.blocks]
+        entering = [self.placements[name].borders for name in first if name in self.placements]
+        return self.mesh.tp if "tokens" in entering else 1
 
     def to_json(self) -> str:
         """Return readable JSON text."""

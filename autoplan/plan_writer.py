@@ -106,14 +106,18 @@ def write_plan(
 def _host_bytes(
     pricer: Pricer, setting: Setting, ends: Sequence[int], decisions: Sequence[Decision]
 ) -> tuple[int, ...]:
-    """Return per stage the bytes of a rank's shards in host memory; empty without offload."""
+    """Return per rank of the pipeline its shards' bytes in host memory; empty without offload."""
     if setting.offload == "none":
         return ()
+    workload = pricer.workload
     stages = [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
     blocks = [
         stage_blocks(pricer, calls, [decisions[c] for c in calls], setting) for calls in stages
     ]
-    return tuple(host_bytes([b.group for b in own], setting, pricer.workload) for own in blocks)
+    return tuple(
+        host_bytes([b.group for own in blocks[rank :: setting.pp] for b in own], setting, workload)
+        for rank in range(setting.pp)
+    )
 
 
 class _Names:
@@ -142,12 +146,14 @@ class _Names:
         name = self.trace.blocks[block].name
         local = self.pricer.base(block, decision, self.setting.tp).local
         states = {s.name: s.fqn for s in self.trace.blocks[block].states}
+        entering, leaving = decision.borders
         layout = Layout(
             block=name,
             degree=self.setting.tp,
             axes=dict(decision.axes),
             parameters={states[k]: v for k, v in local.state_placements.items()},
-            borders="tokens" if decision.is_sequence_parallel else "whole",
+            borders=entering,
+            leaving=None if leaving == entering else leaving,
         )
         return _named(self.layouts, f"{name}/tp{self.setting.tp}", layout)
 

@@ -252,14 +252,13 @@ class Planner:
             )
         return self._pricers[microbatch_size]
 
-    def use_prices(self, reference: Pricer) -> None:
-        """Price micro-batches of one size by the decisions of another problem's pricer."""
-        self._pricers[reference.trace.microbatch_size] = Pricer(
-            trace=reference.trace,
-            cluster=self.cluster,
-            workload=self.workload,
-            recompute=self.pins.get("recompute"),
-            reference=reference,
+    def use_decisions(self, reference: Pricer) -> None:
+        """Take the decisions of another problem's pricer for micro-batches of one size.
+
+        What they hold is shared too, so that the seconds of blocks are those of the other cluster.
+        """
+        self._pricers[reference.trace.microbatch_size] = reference.only_for_memory(
+            self.cluster, self.workload, self.pins.get("recompute")
         )
 
     def alike_run(self, microbatch_size: int) -> Alike:

@@ -21,6 +21,7 @@ from autoplan.graph import Placement, ShardOption
 from autoplan.lowering import LoweredBlock, lower
 from autoplan.op_facts import is_random
 from autoplan.program import BlockGraph, Op, TensorMeta
+from autoplan.tensor_layout import WHOLE_BORDERS, Borders
 from autoplan.thread_ranks import ThreadRanks
 
 __all__ = ["Comparison", "compare_layout", "without_chance"]
@@ -62,7 +63,7 @@ def compare_layout(
     axes: Mapping[str, str],
     degree: int,
     *,
-    is_sequence_parallel: bool = False,
+    borders: Borders = WHOLE_BORDERS,
 ) -> Comparison:
     """Return how a layout compares with the whole graph, of which both are run.
 
@@ -71,21 +72,17 @@ def compare_layout(
         options: of its ops.
         axes: op name -> axis.
         degree: ranks, one thread each.
-        is_sequence_parallel: activations enter and leave as slices of tokens where they can.
+        borders: how activations enter and leave, where they can be sliced so.
     """
     drawing = [op.name for op in graph.ops if is_random(op)]
     if drawing:
         return Comparison.not_run(f"{drawing[0]} draws random numbers")
     try:
-        return _compare(
-            _in_dtype(graph, torch.float64), options, axes, degree, is_sequence_parallel
-        )
+        return _compare(_in_dtype(graph, torch.float64), options, axes, degree, borders)
     except _NotRun as error:  # some operators have no float64
         reason = str(error)
     try:
-        return _compare(
-            _in_dtype(graph, torch.float32), options, axes, degree, is_sequence_parallel
-        )
+        return _compare(_in_dtype(graph, torch.float32), options, axes, degree, borders)
     except _NotRun:
         return Comparison.not_run(reason)
 
@@ -99,7 +96,7 @@ def _compare(
     options: Mapping[str, tuple[ShardOption, ...]],
     axes: Mapping[str, str],
     degree: int,
-    is_sequence_parallel: bool,
+    borders: Borders,
 ) -> Comparison:
     values, expected = _whole_results(graph)
     ranks = ThreadRanks(degree, _TIMEOUT_S)
@@ -112,7 +109,7 @@ def _compare(
                 degree=degree,
                 rank=rank,
                 group=ranks.member(rank),
-                is_sequence_parallel=is_sequence_parallel,
+                borders=borders,
             )
             for rank in range(degree)
         ]

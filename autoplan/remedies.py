@@ -68,7 +68,7 @@ class Trials:
             settings = changed.settings()
             smallest = min(setting.microbatch_size for setting in settings)
             reference = self._base(changed).pricer(smallest)
-            changed.use_prices(reference)
+            changed.use_decisions(reference)
             least = least_within(changed, is_any_enough=True, settings=settings)
         except (AutoplanError, ValueError):
             return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autoplan.conventions import Convention
 from autoplan.costs import Pricer
@@ -13,7 +13,7 @@ from autoplan.search.problem import BlockOption
 from autoplan.settings import Setting
 from autoplan.units import to_ticks
 
-__all__ = ["alike", "block_option", "least_option"]
+__all__ = ["CallBytes", "alike", "block_option", "call_bytes", "least_option"]
 
 
 def block_option(
@@ -35,12 +35,42 @@ def block_option(
     return pricer.options[key]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallBytes:
+    """What a call holds by the linear memory, upper estimates in bytes.
+
+    Attributes:
+        kept: of every micro-batch that is alive.
+        static: all the time.
+        working: while it runs.
+    """
+
+    kept: int
+    static: int
+    working: int
+
+
 def _make_option(
     pricer: Pricer, call: int, decision: Decision, setting: Setting, live: int
 ) -> BlockOption:
+    price, unit = pricer.price(call, decision, setting), pricer.memory_unit
+    held = call_bytes(pricer, call, decision, setting, live)
+    return BlockOption(
+        forward=to_ticks(price.forward_s),
+        backward=to_ticks(price.backward_s),
+        once=to_ticks(price.once_s),
+        kept=-(-held.kept // unit),
+        static=-(-held.static // unit),
+        working=-(-held.working // unit),
+    )
+
+
+def call_bytes(
+    pricer: Pricer, call: int, decision: Decision, setting: Setting, live: int
+) -> CallBytes:
+    """Return what a call holds by the linear memory; `live` as in `block_option`."""
     kind = pricer.trace.calls[call].block
     work, is_glue = pricer.base(kind, decision, setting.tp), pricer.trace.blocks[kind].is_glue
-    price = pricer.price(call, decision, setting)
     group, memory = pricer.own_group(call, decision, setting), work.memory
     static = static_bytes(group, setting, pricer.workload.optimizer)
     wrapped = uses_fsdp(setting, pricer.workload.mixed_precision != "none")
@@ -75,15 +105,7 @@ def _make_option(
         working, kept = working + kept, 0
     if setting.num_microbatches == 1 and not wrapped and not is_last:
         kept, grads = max(kept, grads), 0
-    unit = pricer.memory_unit
-    return BlockOption(
-        forward=to_ticks(price.forward_s),
-        backward=to_ticks(price.backward_s),
-        once=to_ticks(price.once_s),
-        kept=-(-kept // unit),
-        static=-(-(resident + grads) // unit),
-        working=-(-working // unit),
-    )
+    return CallBytes(kept=kept, static=resident + grads, working=working)
 
 
 def least_option(
@@ -91,14 +113,20 @@ def least_option(
 ) -> BlockOption:
     """Return an option that no decision under a convention beats in time, once and static memory.
 
-    Nothing of it needs a walk of what the decisions keep, so it is cheap.
+    Nothing of it needs a walk of what the decisions keep, so it is cheap. The first and the last
+    block of a detour count as their mean.
     """
     shared = _shared(pricer, call, setting)
     block = pricer.trace.calls[call].block
     key = (block, convention.is_sequence_parallel, convention.of(block), setting, shared)
     if key not in pricer.options:
         decisions = pricer.decisions(block, setting.tp, convention)
-        pricer.options[key] = _least_of(pricer, call, decisions, setting)
+        least = _least_of(pricer, call, decisions, setting)
+        for detour in pricer.detour_decisions(block, setting.tp, convention):
+            ways = (detour.first, detour.inner, detour.last)
+            first, inner, last = (_least_of(pricer, call, own, setting) for own in ways)
+            least = _lesser(least, _lesser(inner, _mean(first, last)))
+        pricer.options[key] = least
     return pricer.options[key]
 
 
@@ -120,6 +148,26 @@ def _least_of(
         kept=0,
         static=min(static) // pricer.memory_unit,
         working=0,
+    )
+
+
+def _lesser(one: BlockOption, other: BlockOption) -> BlockOption:
+    """Return what neither option is below in time, once and static memory."""
+    return replace(
+        one,
+        forward=min(one.forward, other.forward),
+        once=min(one.once, other.once),
+        static=min(one.static, other.static),
+    )
+
+
+def _mean(one: BlockOption, other: BlockOption) -> BlockOption:
+    """Return half of what two options take together, rounded down."""
+    return replace(
+        one,
+        forward=(one.forward + other.forward) // 2,
+        once=(one.once + other.once) // 2,
+        static=(one.static + other.static) // 2,
     )
 
 

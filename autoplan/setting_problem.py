@@ -14,7 +14,13 @@ from autoplan.frontiers import Decision
 from autoplan.graph import Trace
 from autoplan.interleaving import Alike, Counts, rank_ends, stage_counts
 from autoplan.schedules import MULTI_STAGE
-from autoplan.search.problem import SLOWNESS_UNIT, BlockOption, PipelineProblem, Run
+from autoplan.search.problem import (
+    SLOWNESS_UNIT,
+    BlockOption,
+    Detour,
+    PipelineProblem,
+    Run,
+)
 from autoplan.search_options import alike, block_option
 from autoplan.settings import Setting
 from autoplan.split_steps import saved_at_most, saved_by_block
@@ -34,6 +40,7 @@ __all__ = [
     "stage_clusters",
     "usable_decisions",
     "variants",
+    "with_detours",
 ]
 
 _GRAIN_BITS = 12  # a stage's time is rounded up by 2**-12 of it at most, 0.025 %
@@ -81,15 +88,18 @@ def pipeline_problem(
 ) -> SettingProblem:
     """Return the pipeline problem of a setting under a convention.
 
-    As activations cross the borders of blocks, they cross those of stages. `is_lean`: see
-    `variants`.
+    As activations cross the borders of blocks that make no detour, they cross those of stages.
+    `is_lean`: see `variants`.
     """
     pricer = planner.pricer(setting.microbatch_size)
-    per_call = [
-        usable_decisions(pricer, call.block, setting, convention) for call in pricer.trace.calls
-    ]
-    if setting.schedule == "zero_bubble":
-        per_call = [(own[-1] if is_lean else own[0],) for own in per_call]
+    known: dict[int, tuple[tuple[Decision, ...], tuple[Detour, ...]]] = {}
+    for block in {call.block for call in pricer.trace.calls}:
+        plain = usable_decisions(pricer, block, setting, convention)
+        if setting.schedule == "zero_bubble":
+            plain = (plain[-1] if is_lean else plain[0],)
+        known[block] = with_detours(pricer, block, setting, convention, plain)
+    per_call = [known[call.block][0] for call in pricer.trace.calls]
+    detours = [known[call.block][1] for call in pricer.trace.calls]
     options = _options(pricer, setting, per_call)
     run = planner.alike_run(setting.microbatch_size)
     posed, saved, v = options, 0, setting.virtual_stages
@@ -100,7 +110,8 @@ def pipeline_problem(
         posed, saved = _thinned(run, options, counts)
     fastest = [decisions[0] for decisions in per_call]
     is_sliced = convention.is_sequence_parallel
-    problem = _pipeline(planner, setting, _runs(pricer.trace, posed), fastest, is_sliced)
+    runs = _runs(pricer.trace, posed, detours)
+    problem = _pipeline(planner, setting, runs, fastest, is_sliced)
     return SettingProblem(
         problem=replace(
             problem,
@@ -137,6 +148,30 @@ def usable_decisions(
     return (plain[0],) if leanest is plain[0] else (plain[0], leanest)
 
 
+def with_detours(
+    pricer: Pricer,
+    block: int,
+    setting: Setting,
+    convention: Convention,
+    plain: Sequence[Decision],
+) -> tuple[tuple[Decision, ...], tuple[Detour, ...]]:
+    """Return decisions of a class, the plain ones first, and which are those of its detours.
+
+    Blocks that ranks of several stages are dealt change places, and under a split backward all take
+    one decision, so there none makes a detour.
+    """
+    if setting.virtual_stages > 1 or setting.schedule == "zero_bubble":
+        return tuple(plain), ()
+    decisions, detours = list(plain), []
+    for detour in pricer.detour_decisions(block, setting.tp, convention):
+        ranges = []
+        for own in (detour.first, detour.inner, detour.last):
+            ranges.append(range(len(decisions), len(decisions) + len(own)))
+            decisions += own
+        detours.append(Detour(first=ranges[0], inner=ranges[1], last=ranges[2]))
+    return tuple(decisions), tuple(detours)
+
+
 def split_saving(pricer: Pricer, setting: Setting, convention: Convention) -> int:
     """Return ticks that a step is shorter at most because backwards are split."""
     if setting.schedule != "zero_bubble":
@@ -153,7 +188,11 @@ def split_saving(pricer: Pricer, setting: Setting, convention: Convention) -> in
     return math.ceil(saved_at_most(total, setting) / TICK_S)
 
 
-def _runs(trace: Trace, options: Sequence[tuple[BlockOption, ...]]) -> tuple[Run, ...]:
+def _runs(
+    trace: Trace,
+    options: Sequence[tuple[BlockOption, ...]],
+    detours: Sequence[tuple[Detour, ...]],
+) -> tuple[Run, ...]:
     """Return the chain of calls as runs of alike blocks with the same options."""
     runs: list[Run] = []
     previous: Any = None
@@ -162,7 +201,7 @@ def _runs(trace: Trace, options: Sequence[tuple[BlockOption, ...]]) -> tuple[Run
         if runs and key == previous:
             runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
         else:
-            runs.append(Run(count=1, options=own))
+            runs.append(Run(count=1, options=own, detours=detours[call]))
         previous = key
     return tuple(runs)
 

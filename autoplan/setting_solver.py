@@ -15,7 +15,7 @@ from autoplan.interleaving import dealt, lightened, paced
 from autoplan.plan_prices import plan_price
 from autoplan.search.candidates import NOTHING_FITS, Refinement
 from autoplan.search.columns import KnownStages
-from autoplan.search.evaluate import block_options, stage_costs
+from autoplan.search.evaluate import plain_options, stage_costs
 from autoplan.search.pipeline import relaxed_bound, solve_pipeline
 from autoplan.search.problem import PipelineProblem, PipelineSolution, Status
 from autoplan.setting_problem import (
@@ -371,7 +371,7 @@ def _calibrated(planner: Planner, setting: Setting, asked: SettingProblem) -> tu
     ]
     leanest = [
         min(range(len(own)), key=lambda i: own[i].static + alive * own[i].kept + own[i].working)
-        for own, alive in zip(block_options(problem), live, strict=True)
+        for own, alive in zip(plain_options(problem), live, strict=True)
     ]
     linear = [cost.memory for cost in stage_costs(problem, ends, leanest)]
     solution = PipelineSolution(

@@ -217,10 +217,10 @@ def settings_of(
     blocks with parameters (`num_blocks`) as stages; the batch divides into dp * num_microbatches *
     microbatch_size; 1F1B has at least as many micro-batches as stages, fewer pass by GPipe;
     interleaved stages need a multiple of the ranks, and one of `num_alike` alike blocks each, and
-    are not beside devices of several types or an offloaded optimizer, whose prices are not held
-    against runs of several stages a rank; where the backward of every stage can be split
-    (`can_split`), so it is beside what else torch can run then (`schedules.unrunnable_split`);
-    without data parallelism there is nothing to shard, unless the shards may lie on the host.
+    are not beside devices of several types, which even stages do not suit; where the backward of
+    every stage can be split (`can_split`), so it is beside what else torch can run then
+    (`schedules.unrunnable_split`); without data parallelism there is nothing to shard, unless the
+    shards may lie on the host.
     """
     world = devices or cluster.world_size
     space = _unlimited(cluster, workload, num_blocks, pins, world, num_alike, can_split)
@@ -280,8 +280,6 @@ def _batch_settings(
                 continue
             is_split = can_split and zero == 0 and _runs_split(workload, pins)
             for schedule, chunks in _schedules(pp, m, num_alike, pins, is_split):
-                if chunks > 1 and offload != "none":
-                    continue
                 yield Setting(
                     dp=dp,
                     tp=tp,

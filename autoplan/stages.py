@@ -19,7 +19,7 @@ from autoplan.autocast import in_autocast
 from autoplan.errors import EmitError
 from autoplan.executor import CompiledFunction, Writer
 from autoplan.program import Op, Program, TensorMeta
-from autoplan.tensor_layout import leaving_placement
+from autoplan.tensor_layout import Border, leaving_placement
 
 __all__ = [
     "RootContents",
@@ -382,7 +382,8 @@ def crossing_metas(
             metas.append(TensorMeta((1,), program.metas[name].dtype, True))
             continue
         meta = program.metas[name]
-        if meta.requires_grad and leaving_placement(meta.shape, slices, slices > 1) != "R":
+        border: Border = "tokens" if slices > 1 else "whole"
+        if meta.requires_grad and leaving_placement(meta.shape, slices, border) != "R":
             rows, tokens, features = meta.shape
             meta = replace(meta, shape=(rows, tokens // slices, features))
         if compute_dtype is not None and meta.dtype.is_floating_point:

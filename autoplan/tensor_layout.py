@@ -8,24 +8,54 @@ all_reduce becomes a reduce_scatter and an all_gather.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from autoplan.graph import BlockTrace, OpTrace, ShardOption, ValueTrace
 
-__all__ = ["SEQUENCE", "boundary_of", "leaving_placement", "megatron_axes"]
+__all__ = [
+    "SEQUENCE",
+    "TOKEN_BORDERS",
+    "WHOLE_BORDERS",
+    "Border",
+    "Borders",
+    "border_dim",
+    "boundary_of",
+    "leaving_placement",
+    "megatron_axes",
+]
 
 SEQUENCE = "S(1)"  # (batch, tokens, features)
 
+Border = Literal["whole", "tokens", "features"]
+"""How an activation of shape (batch, tokens, features) is handed over: whole on every rank, or in
+slices along a dimension, one per rank."""
 
-def boundary_of(value: ValueTrace, degree: int, is_sequence_parallel: bool) -> str:
+Borders = tuple[Border, Border]
+"""How activations enter a block, and how they leave it."""
+
+WHOLE_BORDERS: Borders = ("whole", "whole")
+TOKEN_BORDERS: Borders = ("tokens", "tokens")
+
+_SLICED_DIMS = {"tokens": 1, "features": 2}
+
+
+def boundary_of(value: ValueTrace, degree: int, border: Border) -> str:
     """Return the placement of a value that enters a block."""
     if not (value.is_activation and value.needs_grad):
         return "R"
-    return leaving_placement(value.shape, degree, is_sequence_parallel)
+    return leaving_placement(value.shape, degree, border)
 
 
-def leaving_placement(shape: tuple[int, ...], degree: int, is_sequence_parallel: bool) -> str:
+def leaving_placement(shape: tuple[int, ...], degree: int, border: Border) -> str:
     """Return the placement of an activation of that shape at a border of blocks."""
-    is_tokens = len(shape) == 3 and shape[1] % degree == 0
-    return SEQUENCE if is_sequence_parallel and is_tokens else "R"
+    dim = border_dim(shape, degree, border)
+    return "R" if dim is None else f"S({dim})"
+
+
+def border_dim(shape: tuple[int, ...], degree: int, border: Border) -> int | None:
+    """Return the dimension along which an activation is sliced at a border; None if it is whole."""
+    dim = _SLICED_DIMS.get(border)
+    return dim if dim is not None and len(shape) == 3 and shape[dim] % degree == 0 else None
 
 
 def megatron_axes(
@@ -39,7 +69,8 @@ def megatron_axes(
         is_sequence_parallel: activations outside products and attention are slices of tokens.
     """
     states = {state.name for state in block.states if state.is_parameter}
-    where = {v.name: boundary_of(v, degree, is_sequence_parallel) for v in block.inputs}
+    border: Border = "tokens" if is_sequence_parallel else "whole"
+    where = {v.name: boundary_of(v, degree, border) for v in block.inputs}
     axes: dict[str, str] = {}
     for op in block.ops:
         legal = [o for o in op.options if o.size == 1 or o.size % degree == 0]

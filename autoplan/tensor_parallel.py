@@ -26,6 +26,7 @@ from autoplan.plan import Layout, Plan
 from autoplan.program import BlockGraph, Program
 from autoplan.sharding import shard_options
 from autoplan.stages import StageSlice
+from autoplan.tensor_layout import WHOLE_BORDERS
 
 __all__ = [
     "LocalCall",
@@ -172,7 +173,7 @@ def lower_stage(
                 degree=plan.mesh.tp,
                 rank=rank,
                 group=group,
-                is_sequence_parallel=layout is not None and layout.borders == "tokens",
+                borders=layout.both_borders if layout is not None else WHOLE_BORDERS,
             )
         lowered[block.call] = cache[key]
     return lowered

@@ -16,6 +16,7 @@ V12 the peak is not below an independent sum of static and kept bytes
 V13 every stage of a pipeline has parameters, without which no optimizer can be made on its ranks
 V14 what is written is seen: a state that changes is on one stage, no copy of an input is written to
     whose other views are read
+V15 activations enter a block as the one before hands them on, and cross stages all in one way
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from autoplan.plan import BlockPlan, Plan, Recompute
 from autoplan.schedules import MULTI_STAGE, schedule_actions, unrunnable_split
 from autoplan.shared_writes import lost_under
 from autoplan.stage_ends import holders
+from autoplan.tensor_layout import Border, boundary_of
 from autoplan.units import format_bytes
 
 __all__ = ["Violation", "check_plan", "independent_bytes", "verify_plan"]
@@ -55,6 +57,7 @@ def verify_plan(plan: Plan, trace: Trace, cluster: Cluster) -> tuple[Violation, 
         _names(plan, trace),
         _schedule(plan),
         _axes(plan, trace),
+        _handed_over(plan, trace),
         _parameters(plan, trace),
         _stored_alike(plan, trace),
         _marks(plan, trace),
@@ -177,20 +180,38 @@ def _schedule(plan: Plan) -> Iterator[Violation]:
         yield Violation(rule="V5", message=str(error))
 
 
+def _handed_over(plan: Plan, trace: Trace) -> Iterator[Violation]:
+    made: dict[str, tuple[int, Border]] = {}
+    tp = plan.mesh.tp
+    sent: Border = "tokens" if plan.slices > 1 else "whole"
+    for stage in plan.stages:
+        for block in stage.blocks:
+            layout = plan.placements.get(block.placements)
+            if layout is None or not 0 <= block.call < len(trace.calls):
+                continue
+            call = trace.calls[block.call]
+            entering, leaving = layout.both_borders
+            for value, name in zip(trace.blocks[call.block].inputs, call.args, strict=True):
+                if name not in made:
+                    continue
+                maker, handed = made[name]
+                ways = (handed, entering) if maker == stage.index else (handed, sent, entering)
+                if len({boundary_of(value, tp, way) for way in ways}) > 1:
+                    yield Violation(
+                        rule="V15",
+                        message=f"{block.fqn or block.block} takes over {name} as {entering}, and "
+                        f"it comes as {ways[-2]}",
+                    )
+            made |= dict.fromkeys(call.outs, (stage.index, leaving))
+
+
 def _axes(plan: Plan, trace: Trace) -> Iterator[Violation]:
     blocks = {block.name: block for block in trace.blocks}
-    borders = next((layout.borders for layout in plan.placements.values()), "whole")
     for name, layout in plan.placements.items():
         block = blocks.get(layout.block)
         if block is None:
             yield Violation(rule="V4", message=f"layout {name} is for no class of this model")
             continue
-        if layout.borders != borders:
-            yield Violation(
-                rule="V6",
-                message=f"{name} hands activations over as {layout.borders}, other layouts as "
-                f"{borders}",
-            )
         ops = {op.name: op for op in block.ops}
         for op_name, axis in layout.axes.items():
             options = {o.axis: o for o in ops[op_name].options} if op_name in ops else {}

@@ -1,14 +1,15 @@
 """What deciding block by block loses: `python benchmarks/decomposition_loss.py`.
 
 A few equal blocks in a row are decided flat: one choice problem over all ops, the whole frontier.
-Beside it stands what the search does: a cover of each block's own frontier, and the best mix of
-blocks under a total. Both with the linear memory of level 1. The loss is the largest excess of time
-over the flat answer at any limit of memory that both can meet, in two parts:
+Beside it stands what the search does: a cover of each block's own frontier, for every way to enter
+and leave it that the search poses, and the best mix of blocks under a total, in rows that a stage
+may be. Both with the linear memory of level 1. The loss is the largest excess of time over the flat
+answer at any limit of memory that both can meet, in two parts:
 
-cover     the flat answer too hands every value over in one way, whole or as slices of tokens
+cover     the flat answer too hands values over only as the search poses it
 borders   the flat answer may hand values over in any placement: what that freedom would be worth
 
-Both ways of handing over are posed at the outer borders; at any limit the better one counts.
+The ways of stages are posed at the outer borders; at any limit the better one counts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from autoplan.block_choice import ChoiceModel
-from autoplan.conventions import borders_of
+from autoplan.detours import STAGE_WAYS
 from autoplan.frontiers import Frontiers
 from autoplan.graph import BlockTrace, OpTrace
 from autoplan.models import load_model
@@ -33,6 +34,7 @@ from autoplan.planner import make_planner
 from autoplan.report import table
 from autoplan.search.frontier import covering_points, whole_frontier
 from autoplan.search.problem import ChoiceProblem
+from autoplan.tensor_layout import Border, Borders, boundary_of
 from autoplan.times import Timer
 
 __all__ = ["chained", "largest_loss", "loss_rows", "mixed"]
@@ -83,7 +85,7 @@ def mixed(points: Points, count: int) -> list[tuple[int, int]]:
     """Return the undominated sums of `count` points."""
     sums: list[tuple[int, int]] = [(0, 0)]
     for _ in range(count):
-        sums = _undominated([(t + own[0], m + own[1]) for t, m in sums for own in points])
+        sums = _sums(sums, points)
     return sums
 
 
@@ -110,35 +112,41 @@ def loss_rows(
     for degree in degrees:
         for region in (False, True):
             rows.append({"model": name, "tp": degree, "region": region})
-            rows[-1] |= _losses(
-                block, pricer.timer(degree), region, borders_of(pricer.trace, degree)
-            )
+            rows[-1] |= _losses(block, pricer.timer(degree), region)
     return rows
 
 
-def _losses(
-    block: BlockTrace, timer: Timer, region: bool, borders: Sequence[bool]
-) -> dict[str, Any]:
+def _losses(block: BlockTrace, timer: Timer, region: bool) -> dict[str, Any]:
+    frontiers = Frontiers()
+    own, flat = (
+        ChoiceModel(part, timer, frozenset(), region) for part in (block, chained(block, _BLOCKS))
+    )
+    inner = [f"{block.outputs[0]}{f'@{n}' if n else ''}" for n in range(_BLOCKS - 1)]
+    pinned = _keeping(flat, inner)
+    detours = frontiers.detours(block, timer, recompute="full" if region else "none")
     covers: list[tuple[int, int]] = []
     mixes: list[tuple[int, int]] = []
     flats: list[tuple[int, int]] = []
     counts = []
-    for is_sliced in borders:
-        own, flat = (
-            ChoiceModel(part, timer, frozenset(), region, is_sequence_parallel=is_sliced)
-            for part in (block, chained(block, _BLOCKS))
-        )
-        inner = [f"{block.outputs[0]}{f'@{n}' if n else ''}" for n in range(_BLOCKS - 1)]
-        whole, free = whole_frontier(own.problem), whole_frontier(_keeping(flat, inner))
-        if whole is None or free is None:
-            return {"points": None, "cover": None, "borders": None}
-        between = _between_bytes(block, timer.degree, region, is_sliced)
-        cover = covering_points(whole, Frontiers().tolerance or 0.0)
-        counts.append(f"{len(cover)} of {len(whole)}")
-        for points, sums in ((cover, covers), (whole, mixes)):
-            mix = mixed([(p.time, p.memory) for p in points], _BLOCKS)
-            sums += [(time, memory * own.unit + between) for time, memory in mix]
-        flats += [(p.time, int(p.memory * flat.unit * _ROUNDING)) for p in free]
+    for base in (way for way in STAGE_WAYS if way in own.ways):
+        free = whole_frontier(pinned, fixed=flat.fixed[base, base])
+        whole: dict[Borders, Points] = {}
+        cover: dict[Borders, Points] = {}
+        for borders in _posed(base, detours.get(base, ())):
+            every = whole_frontier(
+                own.problem, eliminations=frontiers.eliminations, fixed=own.fixed[borders]
+            )
+            if every is None or free is None:
+                return {"points": None, "cover": None, "borders": None}
+            few = covering_points(every, frontiers.tolerance or 0.0)
+            held = _input_bytes(block, timer.degree, region, borders[0])
+            whole[borders] = [(p.time, p.memory * own.unit + held) for p in every]
+            cover[borders] = [(p.time, p.memory * own.unit + held) for p in few]
+        counts.append(f"{len(cover[base, base])} of {len(whole[base, base])}")
+        first = _input_bytes(block, timer.degree, region, base)  # lies outside the row
+        covers += [(time, memory - first) for time, memory in _rows(base, cover)]
+        mixes += [(time, memory - first) for time, memory in _rows(base, whole)]
+        flats += [(p.time, int(p.memory * flat.unit * _ROUNDING)) for p in free or ()]
     return {
         "points": ", ".join(counts),
         "cover": largest_loss(_undominated(mixes), _undominated(covers)),
@@ -146,10 +154,35 @@ def _losses(
     }
 
 
-def _between_bytes(block: BlockTrace, degree: int, region: bool, is_sliced: bool) -> int:
-    """Return bytes of what lies between the blocks, which every region keeps as its input."""
-    last = next(op for op in block.ops if op.name == block.outputs[0])
-    return (_BLOCKS - 1) * last.mark_bytes // (degree if is_sliced else 1) if region else 0
+def _posed(base: Border, ways: Sequence[Border]) -> list[Borders]:
+    """Return how blocks of a stage may enter and leave, as `Pricer.detour_decisions` has it."""
+    found: list[Borders] = [(base, base)]
+    for way in ways:
+        found += [(base, way), (way, way), (way, base)]
+    return found
+
+
+def _rows(base: Border, points: Mapping[Borders, Points]) -> list[tuple[int, int]]:
+    """Return the undominated sums of rows that a stage may be: with one detour at most."""
+    plain = points[base, base]
+    found = mixed(plain, _BLOCKS)
+    for way in {leaving for _, leaving in points if leaving != base}:
+        ends = _sums(points[base, way], points[way, base])
+        inner = mixed(_undominated([*plain, *points[way, way]]), _BLOCKS - 2)
+        found += _sums(ends, inner)
+    return _undominated(found)
+
+
+def _sums(some: Points, others: Points) -> list[tuple[int, int]]:
+    return _undominated([(t + u, m + n) for t, m in some for u, n in others])
+
+
+def _input_bytes(block: BlockTrace, degree: int, region: bool, way: Border) -> int:
+    """Return bytes of what enters a block, where it is kept: by every region, or by an op."""
+    value = next(v for v in block.inputs if v.is_activation)
+    is_saved = any(t.value == value.name for op in block.ops for t in op.saved)
+    is_sliced = boundary_of(value, degree, way) != "R"
+    return value.nbytes // (degree if is_sliced else 1) if region or is_saved else 0
 
 
 def _keeping(model: ChoiceModel, values: Sequence[str]) -> ChoiceProblem:

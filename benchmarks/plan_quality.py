@@ -42,6 +42,7 @@ from autoplan.planner import Planner, make_planner
 from autoplan.report import table
 from autoplan.search.frontier import frontier_cover
 from autoplan.search.problem import ChoiceProblem
+from autoplan.tensor_layout import WHOLE_BORDERS, Borders
 from autoplan.times import Timer
 from autoplan.units import format_bytes
 from benchmarks.published_quality import is_beaten, published_rows, shown
@@ -103,23 +104,24 @@ class SequentialFrontiers(Frontiers):
         *,
         whole: frozenset[str] = frozenset(),
         recompute: str | None = None,
-        is_sequence_parallel: bool = False,
+        borders: Borders = WHOLE_BORDERS,
         slices: Sequence[tuple[str, str]] = (),
         offloads: bool = False,
     ) -> tuple[Decision, ...]:
         """Return the plain decision, and the frontier of recomputation with its placements."""
-        own: dict[str, Any] = {"is_sequence_parallel": is_sequence_parallel, "slices": slices}
+        own: dict[str, Any] = {"borders": borders, "slices": slices}
         plain = self.plain(block, timer, whole=whole, **own)
         found = {plain.key: plain}
         if any(op.saved for op in block.ops):
-            model = ChoiceModel(block, timer, whole, region=True, **own)
+            model = ChoiceModel(block, timer, whole, region=True, slices=slices)
             points = frontier_cover(
                 _with_axes(model, plain.axes),
                 tolerance=self.tolerance or 0.0,
                 points=self.points,
                 time_limit_s=self.time_limit_s,
+                fixed=model.fixed[model.nearest(borders)],
             )
-            for decision in map(model.read, points):
+            for decision in (model.read(point, borders) for point in points):
                 found[decision.key] = decision
         return tuple(found.values())
 

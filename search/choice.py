@@ -22,7 +22,7 @@ side of a consumer knows one state only y is the other side's marginal: neither 
 from __future__ import annotations
 
 import time as clock
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -376,15 +376,17 @@ def _solution(
     return ChoiceSolution(status=status, options=options, time=cost[0], bound=bound, memory=cost[1])
 
 
-def prefer_small_indices(problem: ChoiceProblem, options: Sequence[int]) -> tuple[int, ...]:
-    """Lower one option index at a time while neither time nor memory grows."""
+def prefer_small_indices(
+    problem: ChoiceProblem, options: Sequence[int], fixed: Collection[int] = ()
+) -> tuple[int, ...]:
+    """Lower one option index at a time, but of fixed ops, while neither time nor memory grows."""
     current = list(options)
     links: list[list[Link]] = [[] for _ in problem.ops]
     for link in problem.links:
         for op in {link.producer, *(consumer.op for consumer in link.consumers)}:
             links[op].append(link)
     for op, chosen in enumerate(options):
-        if chosen == 0:
+        if chosen == 0 or op in fixed:
             continue
         best = _local_cost(problem, links[op], current, op)
         assert best is not None, "the options do not go together"

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.search.detours import least_once
 from autoplan.search.evaluate import rounded_up
 from autoplan.search.partition import UNREACHABLE, Columns
 from autoplan.search.problem import SLOWNESS_UNIT, PipelineProblem, Run
@@ -229,15 +230,13 @@ class StageTable:
 def stage_runs(problem: PipelineProblem, counts: Sequence[int]) -> list[Run]:
     """Return the runs of a stage that has `counts` blocks of each run of the problem."""
     return [
-        Run(count=count, options=run.options)
-        for run, count in zip(problem.runs, counts, strict=True)
-        if count
+        replace(run, count=count) for run, count in zip(problem.runs, counts, strict=True) if count
     ]
 
 
 def _interval_once(problem: PipelineProblem) -> NDArray[np.int64]:
     """Return [start, end] least ticks per step of blocks start..end-1."""
-    least = [min(o.once for o in run.options) for run in problem.runs for _ in range(run.count)]
+    least = [own for run in problem.runs for own in (least_once(run),) * run.count]
     prefix = np.concatenate([[0], np.cumsum(np.array(least, dtype=np.int64))])
     sums = prefix[None, :] - prefix[:, None]
     return np.asarray(rounded_up(sums, problem.once_grain), dtype=np.int64)

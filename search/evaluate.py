@@ -32,6 +32,7 @@ __all__ = [
     "is_anchored",
     "option_numbers",
     "pipeline_objective",
+    "plain_options",
     "rounded_up",
     "stage_costs",
     "verify_choice_problem",
@@ -91,6 +92,11 @@ def cut_positions(problem: PipelineProblem) -> tuple[int, ...]:
 def is_anchored(problem: PipelineProblem, start: int, end: int) -> bool:
     """Return whether blocks start..end-1 have one among them that can make a stage."""
     return any(problem.anchors[start:end]) if problem.anchors else True
+
+
+def plain_options(problem: PipelineProblem) -> tuple[tuple[BlockOption, ...], ...]:
+    """Return the options of every block that make no detour."""
+    return tuple(run.options[: run.num_plain] for run in problem.runs for _ in range(run.count))
 
 
 def stage_costs(
@@ -183,7 +189,8 @@ def verify_pipeline_problem(problem: PipelineProblem) -> None:
     (5) `together` names blocks that exist; (6) `num_microbatches`, `min_blocks` and the grains are
     at least 1; (7) `anchors` is empty or has one entry per block, the same within a run; (8)
     `slowness` is empty or has one entry per stage, none below 1; (9) `crossing` is empty or has one
-    entry per position, none negative.
+    entry per position, none negative; (10) after the plain options of a run, of which there is one,
+    come those of its detours, each of which has one that leaves and one that comes back.
 
     Raises:
         ValueError: naming the rule's subject, what was got and what is allowed.
@@ -193,6 +200,11 @@ def verify_pipeline_problem(problem: PipelineProblem) -> None:
             raise ValueError(f"run {index} needs at least one block and one option")
         if any(min(option_numbers(option)) < 0 for option in run.options):
             raise ValueError(f"run {index} has an option with a negative number: use at least 0")
+        ranges = [r for d in run.detours for r in (d.first, d.inner, d.last)]
+        placed = [*range(run.num_plain), *(option for own in ranges for option in own)]
+        are_there = run.num_plain and all(d.first and d.last for d in run.detours)
+        if not are_there or placed != list(range(len(run.options))):
+            raise ValueError(f"run {index} has detours {run.detours}: give them its last options")
     if not problem.runs:
         raise ValueError("the pipeline has no runs: give it at least one block")
     lengths = {len(problem.live), len(problem.capacity), len(problem.fixed), len(problem.boundary)}

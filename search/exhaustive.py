@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations, pairwise, product
 
+from autoplan.search.detours import hands_over
 from autoplan.search.evaluate import (
     block_options,
     choice_cost,
@@ -54,6 +55,8 @@ def best_pipeline(problem: PipelineProblem) -> int | None:
     choices = [range(len(options)) for options in block_options(problem)]
     for ends in _all_ends(problem):
         for options in product(*choices):
+            if not hands_over(problem, ends, options):
+                continue
             costs = stage_costs(problem, ends, options)
             if any(cost.memory > room for cost, room in zip(costs, problem.capacity, strict=True)):
                 continue

@@ -19,8 +19,9 @@ A block that is too wide for that is solved by CP-SAT once per limit (choice.py)
 from __future__ import annotations
 
 import time as clock
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from autoplan.search.choice import (
     build_choice_model,
@@ -28,8 +29,9 @@ from autoplan.search.choice import (
     prefer_small_indices,
     solve_built,
 )
-from autoplan.search.elimination import Elimination, Structure, eliminate, structure_of
+from autoplan.search.elimination import Costs, Elimination, Structure, eliminate, structure_of
 from autoplan.search.evaluate import verify_choice_problem
+from autoplan.search.fixing import fix, with_fixed
 from autoplan.search.labels import Label, TooManyLabelsError, fastest, pareto, supported
 from autoplan.search.problem import ChoiceProblem, ChoiceSolution
 
@@ -44,12 +46,18 @@ __all__ = [
 
 _Fastest = Callable[[int, ChoiceSolution], ChoiceSolution | None]
 
+_FREE: Mapping[int, int] = MappingProxyType({})
+
 
 @dataclass(slots=True)
 class Eliminations:
-    """Steps by structure: problems that differ in costs only share them."""
+    """Steps by structure: problems that differ in costs only share them, and what is fixed too."""
 
     _known: dict[Structure, Elimination | None] = field(default_factory=dict)
+    _fixed: dict[tuple[int, tuple[tuple[int, int], ...]], Elimination] = field(default_factory=dict)
+    _posed: dict[int, tuple[ChoiceProblem, Elimination | None, Costs | None]] = field(
+        default_factory=dict
+    )
 
     def of(self, problem: ChoiceProblem) -> Elimination | None:
         """Return the steps of a problem, or None if it is too wide."""
@@ -57,6 +65,37 @@ class Eliminations:
         if structure not in self._known:
             self._known[structure] = eliminate(problem)
         return self._known[structure]
+
+    def posed(
+        self, problem: ChoiceProblem, fixed: Mapping[int, int] = _FREE
+    ) -> tuple[Elimination, Costs] | None:
+        """Return steps and costs of a problem, None if it is too wide.
+
+        Args:
+            problem: what to choose.
+            fixed: op to the option that it must take, for ops that are settled.
+
+        Raises:
+            ValueError: if the problem is malformed.
+        """
+        if id(problem) not in self._posed:
+            verify_choice_problem(problem)
+            steps = self.of(problem)
+            costs = None if steps is None else steps.costs(problem)
+            self._posed[id(problem)] = (problem, steps, costs)
+        _, steps, costs = self._posed[id(problem)]
+        if steps is None or costs is None:
+            if not fixed:
+                return None
+            alone = with_fixed(problem, fixed)
+            own = self.of(alone)
+            return None if own is None else (own, own.costs(alone))
+        if fixed:
+            key = (id(steps), tuple(sorted(fixed.items())))
+            if key not in self._fixed:
+                self._fixed[key] = fix(steps, fixed)
+            steps = self._fixed[key]
+        return steps, costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,35 +114,40 @@ class _Gap:
 
 
 def fastest_choice(
-    problem: ChoiceProblem, *, time_limit_s: float, eliminations: Eliminations | None = None
+    problem: ChoiceProblem,
+    *,
+    time_limit_s: float,
+    eliminations: Eliminations | None = None,
+    fixed: Mapping[int, int] = _FREE,
 ) -> ChoiceSolution:
     """Return the fastest options; among equally fast ones, those of least memory.
 
-    Statuses are those of `solve_choice`, which is asked where a block is too wide.
+    Statuses are those of `solve_choice`, which is asked where a block is too wide. `fixed`: see
+    `Eliminations.posed`.
 
     Raises:
         ValueError: if the problem is malformed.
     """
-    verify_choice_problem(problem)
-    steps = (eliminations or Eliminations()).of(problem)
-    if steps is None:
-        return solve_built(
-            build_choice_model(problem), None, time_limit_s=time_limit_s, seed=0, hint=None
-        )
-    costs = steps.costs(problem)
-    label = fastest(steps, costs)
+    posed = (eliminations or Eliminations()).posed(problem, fixed)
+    if posed is None:
+        model = build_choice_model(with_fixed(problem, fixed))
+        return solve_built(model, None, time_limit_s=time_limit_s, seed=0, hint=None)
+    label = fastest(*posed)
     if label is None:
         return ChoiceSolution(status="infeasible", options=(), time=0, bound=0, memory=0)
-    return _proven(problem, label)
+    return _proven(problem, label, fixed)
 
 
 def whole_frontier(
-    problem: ChoiceProblem, *, eliminations: Eliminations | None = None
+    problem: ChoiceProblem,
+    *,
+    eliminations: Eliminations | None = None,
+    fixed: Mapping[int, int] = _FREE,
 ) -> tuple[ChoiceSolution, ...] | None:
     """Return the frontier from the fastest point to the leanest, each point proven.
 
     Where it has more points than can be enumerated, it is the supported ones: those that are
-    cheapest for some price of memory.
+    cheapest for some price of memory. `fixed`: see `Eliminations.posed`.
 
     Returns:
         The points; empty if no options go together, None if the block is too wide.
@@ -111,20 +155,23 @@ def whole_frontier(
     Raises:
         ValueError: if the problem is malformed.
     """
-    verify_choice_problem(problem)
-    steps = (eliminations or Eliminations()).of(problem)
-    if steps is None:
+    posed = (eliminations or Eliminations()).posed(problem, fixed)
+    if posed is None:
         return None
-    costs = steps.costs(problem)
     try:
-        labels = pareto(steps, costs)
+        labels = pareto(*posed)
     except TooManyLabelsError:
-        labels = supported(steps, costs)
-    return tuple(_proven(problem, label, is_final=False) for label in labels)
+        labels = supported(*posed)
+    return tuple(_proven(problem, label, None) for label in labels)
 
 
-def _proven(problem: ChoiceProblem, label: Label, *, is_final: bool = True) -> ChoiceSolution:
-    options = prefer_small_indices(problem, label.options) if is_final else label.options
+def _proven(
+    problem: ChoiceProblem, label: Label, fixed: Mapping[int, int] | None
+) -> ChoiceSolution:
+    """Return a solution; `fixed` None: it may still be left out, so equal ones are not compared."""
+    options = label.options
+    if fixed is not None:
+        options = prefer_small_indices(problem, options, fixed)
     return ChoiceSolution(
         status="optimal", options=options, time=label.time, bound=label.time, memory=label.memory
     )
@@ -137,6 +184,7 @@ def choice_frontier(
     time_limit_s: float,
     seed: int = 0,
     eliminations: Eliminations | None = None,
+    fixed: Mapping[int, int] = _FREE,
 ) -> tuple[ChoiceSolution, ...]:
     """Return Pareto points by descending memory, from the fastest to the least memory.
 
@@ -146,6 +194,7 @@ def choice_frontier(
         time_limit_s: wall-clock seconds for all calls of CP-SAT together.
         seed: of the solver.
         eliminations: steps that are known from problems before this one.
+        fixed: see `Eliminations.posed`.
 
     Returns:
         Solutions of which none dominates another. A point whose status is "feasible" was not
@@ -156,9 +205,9 @@ def choice_frontier(
     """
     if points < 1:
         raise ValueError(f"points is {points}: ask for at least 1")
-    every = whole_frontier(problem, eliminations=eliminations)
+    every = whole_frontier(problem, eliminations=eliminations, fixed=fixed)
     if every is None:
-        return _frontier_by_cp_sat(problem, points, time_limit_s, seed)
+        return _frontier_by_cp_sat(with_fixed(problem, fixed), points, time_limit_s, seed)
     if not every:
         return ()
 
@@ -167,7 +216,8 @@ def choice_frontier(
 
     chosen = _sample(every[0], every[-1], points, fastest, lambda: True)
     return tuple(
-        _proven(problem, Label(time=p.time, memory=p.memory, options=p.options)) for p in chosen
+        _proven(problem, Label(time=p.time, memory=p.memory, options=p.options), fixed)
+        for p in chosen
     )
 
 
@@ -178,6 +228,7 @@ def frontier_cover(
     points: int,
     time_limit_s: float,
     eliminations: Eliminations | None = None,
+    fixed: Mapping[int, int] = _FREE,
 ) -> tuple[ChoiceSolution, ...]:
     """Return Pareto points by descending memory that stand for all others within a tolerance.
 
@@ -187,6 +238,7 @@ def frontier_cover(
         points: of a block too wide for elimination, of which a sample is taken.
         time_limit_s: for that.
         eliminations: steps that are known from problems before this one.
+        fixed: see `Eliminations.posed`.
 
     Returns:
         For every point of the frontier there is one of at most its memory and at most
@@ -198,13 +250,17 @@ def frontier_cover(
     """
     if tolerance < 0:
         raise ValueError(f"tolerance is {tolerance}: use at least 0")
-    every = whole_frontier(problem, eliminations=eliminations)
+    every = whole_frontier(problem, eliminations=eliminations, fixed=fixed)
     if every is None:
         return choice_frontier(
-            problem, points=points, time_limit_s=time_limit_s, eliminations=eliminations
+            problem,
+            points=points,
+            time_limit_s=time_limit_s,
+            eliminations=eliminations,
+            fixed=fixed,
         )
     return tuple(
-        _proven(problem, Label(time=p.time, memory=p.memory, options=p.options))
+        _proven(problem, Label(time=p.time, memory=p.memory, options=p.options), fixed)
         for p in covering_points(every, tolerance)
     )
 

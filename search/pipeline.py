@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from autoplan.search.columns import KnownStages, StageTable, stage_runs
 from autoplan.search.cuts import cuts_within
+from autoplan.search.detours import hands_over, kept_options
 from autoplan.search.evaluate import (
     cut_positions,
     option_numbers,
@@ -47,7 +48,6 @@ from autoplan.search.problem import (
     BlockOption,
     PipelineProblem,
     PipelineSolution,
-    Run,
     Status,
 )
 from autoplan.search.stage import stage_time_bounds
@@ -151,12 +151,9 @@ def _start(
     problem: PipelineProblem, deadline: float, seed: int, workers: int, known: KnownStages | None
 ) -> _Search:
     """Return the state before the first round."""
-    left = tuple(_undominated_options(run.options) for run in problem.runs)
-    runs = tuple(
-        Run(count=run.count, options=tuple(run.options[index] for index in kept))
-        for run, kept in zip(problem.runs, left, strict=True)
-    )
-    reduced = replace(problem, runs=runs)
+    kept = [kept_options(run, _undominated_options) for run in problem.runs]
+    reduced = replace(problem, runs=tuple(run for run, _ in kept))
+    left = tuple(options for _, options in kept)
     return _Search(
         problem=reduced,
         original=left,
@@ -274,6 +271,7 @@ def _keep_if_better(
     costs = stage_costs(search.problem, ends, options)
     fits = all(c.memory <= room for c, room in zip(costs, search.problem.capacity, strict=True))
     assert fits, "a solved stage does not fit"
+    assert hands_over(search.problem, ends, options), "blocks do not take over what is handed on"
     objective = pipeline_objective(search.problem, costs)
     if search.best is None or objective < search.best.objective:
         search.best = PipelineSolution(

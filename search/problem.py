@@ -17,6 +17,7 @@ __all__ = [
     "ChoiceProblem",
     "ChoiceSolution",
     "Consumer",
+    "Detour",
     "Link",
     "PipelineProblem",
     "PipelineSolution",
@@ -112,11 +113,38 @@ class BlockOption:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Detour:
+    """Options under which blocks of a run hand over to each other in another way for a while.
+
+    Attributes:
+        first: indices of options that leave the usual way.
+        inner: that stay in the other one; may be empty.
+        last: that come back.
+    """
+
+    first: range
+    inner: range
+    last: range
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """`count` consecutive blocks that are alike and share their options."""
+    """`count` consecutive blocks that are alike and share their options.
+
+    Attributes:
+        count: at least 1.
+        options: the plain ones, then those of one detour after the other: first, inner, last.
+        detours: of which a stage may take one; see detours.py.
+    """
 
     count: int
     options: tuple[BlockOption, ...]
+    detours: tuple[Detour, ...] = ()
+
+    @property
+    def num_plain(self) -> int:
+        """Return the number of options that belong to no detour."""
+        return self.detours[0].first.start if self.detours else len(self.options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,14 +24,15 @@ which prefix sums over the blocks give for all intervals at once (stage_time_bou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.search.detours import block_minima, without_detours
 from autoplan.search.evaluate import rounded_up
 from autoplan.search.mixing import mix_options
 from autoplan.search.partition import UNREACHABLE
@@ -88,13 +89,13 @@ def stage_time_bounds(
         return _interval_sums(np.repeat(of_run, counts), places)
 
     spare = room - _interval_max(np.repeat(working, counts), places)
-    bounds = sums(times.min(axis=1))
+    bounds = sums(block_minima(runs, times))
     for price in memory_prices(times, held):
-        priced = (times + price * held).min(axis=1)
+        priced = block_minima(runs, times + price * held)
         slack = _BOUND_SLACK * ((priced * counts).sum() + price * np.abs(spare))
         bounds = np.maximum(bounds, sums(priced) - price * spare - slack)
     rounded = np.ceil(bounds * (1.0 - _BOUND_SLACK))
-    impossible = (sums(held.min(axis=1)) > spare) | (places[:, None] >= places[None, :])
+    impossible = (sums(block_minima(runs, held)) > spare) | (places[:, None] >= places[None, :])
     return np.where(impossible, UNREACHABLE, np.clip(rounded, 0, UNREACHABLE)).astype(np.int64)
 
 
@@ -159,6 +160,13 @@ def solve_stage(
 
     Times that round up to the same multiple of `grain` count as equal.
     """
+    if any(run.detours for run in runs):
+
+        def solve(own: Sequence[Run]) -> StageSolution:
+            limits = {"time_limit_s": time_limit_s, "seed": seed, "workers": workers}
+            return solve_stage(own, live, room, most_once, grain=grain, **limits)  # type: ignore[arg-type]
+
+        return _over_detours(runs, solve, grain)
     mix = stage_by_prices(runs, live, room, most_once, grain, is_thorough=True)
     if mix.status in ("optimal", "infeasible"):
         return mix
@@ -223,6 +231,12 @@ def stage_by_prices(
         As `solve_stage`, or, where a mix by prices is not proven, that mix as "feasible", and
         "unknown" where there is none; both with a bound that holds for all solutions.
     """
+    if any(run.detours for run in runs):
+
+        def price(own: Sequence[Run]) -> StageSolution:
+            return stage_by_prices(own, live, room, most_once, grain, is_thorough=is_thorough)
+
+        return _over_detours(runs, price, grain)
     fastest = tuple(_fastest_counts(run) for run in runs)
     once = _total_once(runs, fastest)
     if once <= most_once and _stage_memory(runs, fastest, live) <= room:
@@ -239,6 +253,28 @@ def stage_by_prices(
     return StageSolution(
         status=status, counts=mix.counts, time=mix.time, bound=mix.bound, once=mix.once
     )
+
+
+def _over_detours(
+    runs: Sequence[Run], solve: Callable[[Sequence[Run]], StageSolution], grain: int
+) -> StageSolution:
+    """Return the fastest of the stages that these runs can be, with a bound of them all."""
+    found = []
+    for way in without_detours(runs):
+        own = solve(way.runs)
+        if own.counts:
+            own = replace(own, counts=way.collected(runs, own.counts))
+        if own.status != "infeasible":
+            found.append(own)
+    if not found:
+        return StageSolution(status="infeasible", counts=(), time=0, bound=0, once=0)
+    bound = min(own.bound for own in found)
+    solved = [own for own in found if own.counts]
+    if not solved:
+        return StageSolution(status="unknown", counts=(), time=0, bound=bound, once=0)
+    best = min(solved, key=lambda own: (rounded_up(own.time, grain), own.once))
+    is_proven = rounded_up(best.time, grain) <= rounded_up(bound, grain)
+    return replace(best, bound=bound, status="optimal" if is_proven else "feasible")
 
 
 def _add_run(model: cp_model.CpModel, run: Run, peak: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.search.detours import block_minima, least_once
 from autoplan.search.problem import Run
 from autoplan.search.stage import memory_prices, option_table
 
@@ -50,17 +51,17 @@ def together_bound(
     own_boundary = np.bincount(place, weights=np.array(boundary, dtype=np.float64))
     times, least = option_table(blocks, float(alive[0]))
     held = np.stack([option_table(blocks, float(own))[1] for own in alive])
-    if (counts * least.min(axis=1)).sum() > own_room.sum() * (1 + _SLACK):
+    if (counts * block_minima(runs, least)).sum() > own_room.sum() * (1 + _SLACK):
         return None
     extra = num_microbatches - 1
     bound = 0.0
     for price in (0.0, *memory_prices(times, held[len(alive) // 2])):
-        costs = (times + price * held).min(axis=2)
+        costs = block_minima(runs, times + price * held)
         inverse = 1 / np.maximum((counts * costs).sum(axis=1), 1.0)
         weights: NDArray[np.float64] = 1 + extra * inverse / (ranks * inverse).sum()
         blocks_cost = (counts * (weights[:, None] * costs).min(axis=0)).sum()
         paid = (weights * (own_boundary - price * own_room)).sum()
         slack = _SLACK * (blocks_cost + (weights * price * own_room).sum())
         bound = max(bound, float(blocks_cost + paid - slack))
-    least_once = sum(run.count * min(o.once for o in run.options) for run in runs)
-    return int(bound) + least_once // len(live)
+    once = sum(run.count * least_once(run) for run in runs)
+    return int(bound) + once // len(live)

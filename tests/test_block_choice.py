@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import product
+from typing import get_args
+
 import pytest
 import torch
 
@@ -9,6 +12,7 @@ from autoplan.block_choice import ChoiceModel
 from autoplan.graph import BlockTrace
 from autoplan.planner import Planner, make_planner
 from autoplan.search.frontier import whole_frontier
+from autoplan.tensor_layout import Border, Borders
 from tests.models import MODELS, TOKENS
 
 TICK_S = 1e-9
@@ -27,9 +31,9 @@ def num_roundings(block: BlockTrace) -> int:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_repeated_keys"])
-@pytest.mark.parametrize("is_sliced", [False, True])
+@pytest.mark.parametrize("borders", product(get_args(Border), repeat=2), ids=str)
 def test_times_of_a_frontier_without_recomputation_are_the_prices_of_its_decisions(
-    name: str, is_sliced: bool
+    name: str, borders: Borders
 ) -> None:
     pricer = planner_of(name).pricer(1)
     for degree in (2, 4):
@@ -39,12 +43,12 @@ def test_times_of_a_frontier_without_recomputation_are_the_prices_of_its_decisio
                 pricer.timer(degree),
                 pricer.whole_states(index),
                 region=False,
-                is_sequence_parallel=is_sliced,
             )
-            points = whole_frontier(model.problem)
+            fixed = model.fixed[model.nearest(borders)]
+            points = whole_frontier(model.problem, fixed=fixed)
             assert points, block.name
             for point in points[:: max(1, len(points) // 4)]:
-                base = pricer.base(index, model.read(point), degree)
+                base = pricer.base(index, model.read(point, borders), degree)
                 price_s = base.forward_s + base.backward_s + base.summed_s
                 rounded_s = num_roundings(block) * TICK_S
                 assert price_s <= point.time * TICK_S <= price_s + rounded_s, (block.name, point)

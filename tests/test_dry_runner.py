@@ -9,6 +9,7 @@ import torch
 
 import autoplan
 from autoplan.dry_runner import dry_run, representative_ranks
+from autoplan.estimating import estimate
 from autoplan.models import LoadedModel, load_model
 from autoplan.profiles import load_profile
 from benchmarks.executed_plans import Case, load
@@ -122,3 +123,30 @@ def test_replicas_under_a_pipeline_hold_no_more_than_shards_do() -> None:
     """Summed over replicas in every micro-batch, each shard of a gradient would be there twice."""
     runs = _in_a_process(_hybrid)
     assert all(abs(run.error) < 0.02 for run in runs), runs
+
+
+def _offloaded_dry(rank: int, chunks: int) -> list[float]:
+    config = GPTConfig(vocab_size=512, max_tokens=128, num_layers=8, num_heads=4, width=128)
+    batch = batch_like(config, 8, 128)
+    plan = estimate(
+        GPT(config),
+        "1x2:v100",
+        batch,
+        loss_fn=loss_fn,
+        pp=2,
+        zero_stage=3,
+        offload="optimizer",
+        virtual_stages=chunks,
+        microbatch_size=1,
+    ).plan
+    loaded = LoadedModel(model=GPT(config), batch=batch, loss_fn=loss_fn, name="GPT")
+    return [run.error for run in dry_run(plan, loaded, range(2))]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_dry_run_of_several_stages_with_states_on_the_host_holds_what_was_predicted(
+    chunks: int,
+) -> None:
+    """The device's peak and the host's bytes together are at most what both hold at once."""
+    errors = _in_a_process(_offloaded_dry, chunks)
+    assert all(-0.01 < error < 0.08 for error in errors), errors

@@ -5,19 +5,23 @@ from __future__ import annotations
 import pickle
 import re
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
+from autoplan.bounds import held_excess
 from autoplan.cluster import Cluster, NodeGroup
 from autoplan.errors import InfeasibleError, SearchLimitError
-from autoplan.leanest import least_memory
+from autoplan.leanest import least_memory, least_of
 from autoplan.limits import make_limits
 from autoplan.optimizing import find_plan, optimize
 from autoplan.planner import Planner, make_planner
 from autoplan.profiles import load_profile
 from autoplan.search.mesh import Progress
+from autoplan.stage_bytes import rank_memory
+from autoplan.stage_ends import even_stage_ends
 from autoplan.units import format_bytes_up, parse_bytes
 from autoplan.verifier import verify_plan
 from tests.models_for_tests import LinearChain, TinyGPT, mean_square
@@ -174,6 +178,38 @@ def test_least_memory_recomputes_where_what_blocks_keep_adds_up() -> None:
 
     assert need() < 0.8 * need(recompute="none")
     assert need() <= min(need(recompute="full"), need(recompute="selective"))
+
+
+def test_no_plan_of_least_memory_is_below_what_ranks_hold_together() -> None:
+    deep = ChainSpec(width=8, vocabulary=16, bodies=(replace(BODY, count=9, hidden=32),))
+    planner = planner_of(deep, cluster_of("1x8:cpu", "20KiB"), workload_of(16))
+    found = 0
+    for setting in planner.settings():
+        if setting.virtual_stages == 1 and setting.microbatch_size in (1, 4):
+            bound = held_excess(planner, setting)
+            assert least_of(planner, setting).excess_bytes >= bound
+            found += bound > 0
+    assert found
+
+
+def test_ranks_with_the_same_blocks_hold_no_more_than_the_first_of_them() -> None:
+    deep = ChainSpec(width=8, vocabulary=16, bodies=(replace(BODY, count=9, hidden=32),))
+    planner = planner_of(deep, cluster_of("1x4:cpu", "1GiB"), workload_of(8), {"pp": 4, "dp": 1})
+    even = 0
+    for setting in planner.settings():
+        pricer = planner.pricer(setting.microbatch_size)
+        ends = even_stage_ends(pricer.trace, setting.pp * setting.virtual_stages)
+        least = least_of(planner, setting)
+        spans = [range(start, end) for start, end in pairwise((0, *ends))]
+        walked = [
+            rank_memory(pricer, setting, rank, spans, least.decisions).peak
+            for rank in range(setting.pp)
+        ]
+        assert least.need_bytes <= max(walked)
+        if least.ends == ends:
+            even += 1
+            assert least.need_bytes == max(walked)
+    assert even
 
 
 def test_sizes_round_up_so_that_reading_them_back_never_gives_less() -> None:

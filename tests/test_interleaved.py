@@ -153,6 +153,21 @@ def test_the_search_gives_ranks_several_stages_where_that_is_faster() -> None:
     assert searched(virtual_stages=3).num_chunks == 3
 
 
+def test_states_on_the_host_may_be_beside_several_stages_a_rank() -> None:
+    roomy = searched(virtual_stages=1)
+    need = max(roomy.predicted.peak_memory_bytes) // 2
+    plan = searched(str(need), offload="optimizer")
+    flat = searched(str(need), offload="optimizer", virtual_stages=1)
+    assert (plan.offload, plan.schedule) == ("optimizer", "interleaved")
+    assert plan.search.gap < 0.02
+    assert plan.predicted.step_time_s < 0.95 * flat.predicted.step_time_s
+    assert max(plan.predicted.peak_memory_bytes) <= need
+    # Every parameter, its gradient and two moments lie on the host of one rank.
+    ends = plan.predicted.host_bytes
+    assert len(ends) == plan.mesh.pp
+    assert sum(ends) == pytest.approx(sum(flat.predicted.host_bytes), rel=0.01)
+
+
 def test_a_step_by_the_search_is_near_the_simulated_one() -> None:
     plan = searched(virtual_stages=2)
     assert plan.timeline().step_time_s == pytest.approx(plan.predicted.step_time_s, rel=0.05)

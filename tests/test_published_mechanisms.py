@@ -28,7 +28,7 @@ from autoplan.step_costs import (
     exposed_s,
     pipeline_step_s,
 )
-from autoplan.tensor_layout import megatron_axes
+from autoplan.tensor_layout import TOKEN_BORDERS, WHOLE_BORDERS, megatron_axes
 from autoplan.times import OpTime
 from autoplan.tracer import trace
 from benchmarks.published_models import Decoder, Shape, batch_of
@@ -63,7 +63,8 @@ def block_of(model: Trace) -> BlockTrace:
 def kept_sbh(block: BlockTrace, degree: int, *, sequence: bool, selective: bool) -> float:
     """Return kept bytes of a layer in units of tokens * rows * width."""
     axes = megatron_axes(block, degree, is_sequence_parallel=sequence) if degree > 1 else {}
-    local = localize(block, axes, degree, is_sequence_parallel=sequence, regathers=True)
+    borders = TOKEN_BORDERS if sequence else WHOLE_BORDERS
+    local = localize(block, axes, degree, borders=borders, regathers=True)
     if selective:
         local = folded(local, attention_core(block))
     return block_memory(local, NONE).kept / (ROWS * TOKENS * WIDTH)
@@ -93,7 +94,8 @@ def test_megatron_layout_has_two_reductions_forward_and_two_backward(gpt: Trace)
         (True, ["all_gather", "reduce_scatter"] * 2, ["reduce_scatter", "all_gather"] * 2),
     ):
         axes = megatron_axes(block, DEGREE, is_sequence_parallel=sequence)
-        local = localize(block, axes, DEGREE, is_sequence_parallel=sequence)
+        borders = TOKEN_BORDERS if sequence else WHOLE_BORDERS
+        local = localize(block, axes, DEGREE, borders=borders)
         states = {state.name for state in block.states}
         moved = [op.transition for op in local.ops if op.transition and op.inputs[0] not in states]
         assert [f for f, _ in moved if f not in ("", "slice")] == forward
@@ -199,7 +201,7 @@ def test_a_collective_in_pieces_leaves_one_of_them_exposed(gpt: Trace) -> None:
     assert left_s(0.0, 1.0, 4, 1.2) == 0.0
     block = block_of(gpt)
     axes = megatron_axes(block, DEGREE, is_sequence_parallel=True)
-    local = localize(block, axes, DEGREE, is_sequence_parallel=True)
+    local = localize(block, axes, DEGREE, borders=TOKEN_BORDERS)
     times = {
         op.name: OpTime(forward_s=0.0, backward_s=0.0, forward_comm_s=1.0, backward_comm_s=1.0)
         if op.op is None

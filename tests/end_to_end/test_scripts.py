@@ -57,7 +57,9 @@ def plan_of(options: dict[str, Any]) -> Plan:
     program = capture(model, batch, loss, microbatch_size=plan.microbatch_size)
     sliced = sliced_ties(program, plan.mesh.tp)
     placements = {
-        name: replace(sliced[own.block], borders=own.borders) if own.block in sliced else own
+        name: replace(sliced[own.block], borders=own.borders, leaving=own.leaving)
+        if own.block in sliced
+        else own
         for name, own in plan.placements.items()
     }
     return replace(plan, placements=placements)
