@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autoplan.assigned_states import call_and_keep_states
 from autoplan.batch_forms import learn_forms
 from autoplan.errors import TraceError
 
@@ -61,7 +62,7 @@ class LossModule(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         batch = self.batch_of(tensors)
         args, kwargs, target = split_batch(self.model, batch, self._loss_fn)
-        output = self.model(*args, **kwargs)
+        output = call_and_keep_states(self.model, args, kwargs)
         return reduce_loss(output, self._loss_fn, target)
 
 
@@ -87,7 +88,7 @@ class OutputModule(LossModule):
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         args, kwargs, _ = split_batch(self.model, self.batch_of(tensors), None)
-        output = self.model(*args, **kwargs)
+        output = call_and_keep_states(self.model, args, kwargs)
         learn_forms(output)
         leaves, spec = pytree.tree_flatten(output)
         found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

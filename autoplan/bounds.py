@@ -19,7 +19,7 @@ from autoplan.search.together import together_bound
 from autoplan.search_options import alike, block_option, least_option
 from autoplan.setting_problem import borders_s, split_saving, usable_decisions, with_detours
 from autoplan.settings import Setting
-from autoplan.shared_writes import lost_under
+from autoplan.shared_writes import changed_parameter_text, lost_under
 from autoplan.split_steps import saved_at_most
 from autoplan.units import TICK_S, format_bytes
 
@@ -107,7 +107,25 @@ def static_reason(planner: Planner, setting: Setting) -> str | None:
 
 def unrunnable_reason(planner: Planner, setting: Setting) -> str | None:
     """Return why no plan of a setting can be run, whatever it takes, or None."""
-    return layout_reason(planner, setting) or _write_reason(planner, setting)
+    return (
+        layout_reason(planner, setting)
+        or _write_reason(planner, setting)
+        or _changed_parameter_reason(planner, setting)
+    )
+
+
+def _changed_parameter_reason(planner: Planner, setting: Setting) -> str | None:
+    """Return why a parameter that the forward writes to, a moving copy, rules a setting out."""
+    is_mixed = planner.workload.mixed_precision != "none"
+    if setting.tp == 1 and setting.zero_stage == 0 and not is_mixed:
+        return None
+    trace = planner.smallest_trace()
+    changed = {one.fqn for one in trace.changed}
+    for call in trace.calls:
+        for state, fqn in zip(trace.blocks[call.block].states, call.states, strict=True):
+            if state.is_parameter and fqn in changed:
+                return changed_parameter_text(fqn)
+    return None
 
 
 def _write_reason(planner: Planner, setting: Setting) -> str | None:

@@ -10,6 +10,7 @@ import contextlib
 import io
 import logging
 import re
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -64,6 +65,7 @@ def export(
         _quiet_logs(),
         _watch_checkpoints(notes),
         causality_as_told(),
+        _traced_data(),
         opaque.watch_functions(),
     ):
         warnings.simplefilter("always")
@@ -90,6 +92,32 @@ def _quiet_logs() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, before, strict=True):
             logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _traced_data() -> Iterator[None]:
+    """Let `tensor.data` be `tensor.detach()`: an export takes the former for a constant.
+
+    Both have the tensor's memory and no gradient, so that what is written to either changes it.
+    What is assigned to it is written there.
+    """
+    plain: Any = torch.Tensor.data
+    exporting = threading.current_thread()
+
+    def read(tensor: torch.Tensor) -> Any:
+        if threading.current_thread() is exporting:
+            return tensor.detach()
+        return plain.__get__(tensor)
+
+    def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        is_here = threading.current_thread() is exporting
+        if is_here and (tensor.shape, tensor.dtype) == (value.shape, value.dtype):
+            tensor.detach().copy_(value.detach())
+        else:
+            plain.__set__(tensor, value)
+
+    with replaced(torch.Tensor, data=property(read, write)):
+        yield
 
 
 @contextlib.contextmanager

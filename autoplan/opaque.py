@@ -343,6 +343,8 @@ def _run_module(skeleton: nn.Module, states: Mapping[str, Any], args: Any, kwarg
 def empty_copy(model: nn.Module, device: str, without: Sequence[nn.Module] = ()) -> nn.Module:
     """Return a structural copy of `model` with empty parameters and buffers; ties are kept.
 
+    A tensor that is an attribute and neither (a table of rotations) stays itself, with its values.
+
     Args:
         model: stays as it is.
         device: of the empty tensors.
@@ -360,6 +362,9 @@ def empty_copy(model: nn.Module, device: str, without: Sequence[nn.Module] = ())
         for buffer in module._buffers.values():
             if buffer is not None and id(buffer) not in memo:
                 memo[id(buffer)] = empty_like(buffer, device)
+    for module in _modules(model, {id(one) for one in without}):
+        for tensor in tensors_in(list(vars(module).values())):
+            memo.setdefault(id(tensor), tensor)
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:

@@ -9,6 +9,7 @@ level 1 (`autoplan.setting_solver`).
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,7 @@ from autoplan.compat import has_autograd_threads
 from autoplan.conventions import Convention
 from autoplan.costs import Pricer
 from autoplan.deferral import splits
+from autoplan.errors import TraceError
 from autoplan.frontiers import Decision, Frontiers
 from autoplan.graph import ParameterTrace, Trace
 from autoplan.interleaving import Alike, alike_run
@@ -92,6 +94,7 @@ class Planner:
             depend on it.
         posed: cache of `autoplan.setting_solver`.
         least, borders_s, state_bytes, strided: caches of `autoplan.bounds`.
+        fewest_rows: of a micro-batch that the model can run on; found with the smallest trace.
     """
 
     model: nn.Module
@@ -120,6 +123,7 @@ class Planner:
     borders_s: dict[tuple[object, ...], list[float]] = field(default_factory=dict)
     state_bytes: int | None = None
     strided: list[ParameterTrace] | None = None
+    fewest_rows: int = 1
 
     def trace(self, microbatch_size: int) -> Trace:
         """Return the trace for a micro-batch size; others follow from those of 2 and 4 rows."""
@@ -230,16 +234,20 @@ class Planner:
         """Return the pricer for a micro-batch size.
 
         Frontiers are solved for micro-batches of 1 and of 4 rows; larger ones price the decisions
-        of the latter, smaller ones of the former.
+        of the latter, smaller ones of the former. Where the model cannot run on so few rows, a
+        size has its own.
         """
         if microbatch_size not in self._pricers:
-            reference = _reference_rows(microbatch_size)
+            reference = None
+            if (rows := _reference_rows(microbatch_size)) != microbatch_size:
+                with contextlib.suppress(TraceError):
+                    reference = self.pricer(rows)
             self._pricers[microbatch_size] = Pricer(
                 trace=self.trace(microbatch_size),
                 cluster=self.cluster,
                 workload=self.workload,
                 recompute=self.pins.get("recompute"),
-                reference=self.pricer(reference) if reference != microbatch_size else None,
+                reference=reference,
                 frontiers=self.frontiers,
             )
         return self._pricers[microbatch_size]
@@ -304,9 +312,32 @@ class Planner:
         return found
 
     def smallest_trace(self) -> Trace:
-        """Return the trace of the pinned micro-batch size, or of one row."""
-        size = self.pins.get("microbatch_size", 1)
-        return self.trace(size)
+        """Return the trace of the smallest micro-batch size: the pinned one, or what limits allow.
+
+        A model that cannot run on one row, as batch norm over vectors cannot, gets two at least.
+
+        Raises:
+            TraceError: the model cannot be captured.
+        """
+        size = self._fewest_rows()
+        try:
+            return self.trace(size)
+        except TraceError:
+            if size > 1 or "microbatch_size" in self.pins or self._most_rows() < 2:
+                raise
+            with contextlib.suppress(TraceError):
+                found = self.trace(2)
+                most = self.limits.within.get("microbatch_size", (1, self._most_rows()))[1]
+                within = {**self.limits.within, "microbatch_size": (2, max(2, most))}
+                self.limits = replace(self.limits, within=within)
+                self.fewest_rows = 2
+                return found
+            raise
+
+    def _fewest_rows(self) -> int:
+        """Return the fewest rows that a micro-batch may have."""
+        low, _ = self.limits.within.get("microbatch_size", (1, 1))
+        return int(self.pins.get("microbatch_size", low))
 
     def _why_no_setting(self, num_blocks: int) -> str:
         world, batch = self.cluster.world_size, self.workload.global_batch_size

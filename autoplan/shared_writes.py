@@ -14,7 +14,16 @@ from autoplan.graph import ChangedState, LostWrite
 from autoplan.op_facts import storage_owners, written_values
 from autoplan.program import Call, Program
 
-__all__ = ["changed_states", "lost_under", "lost_writes", "why_copied"]
+__all__ = ["changed_parameter_text", "changed_states", "lost_under", "lost_writes", "why_copied"]
+
+
+def changed_parameter_text(fqn: str) -> str:
+    """Return why a parameter that the forward writes to cannot lie in slices, and what to do."""
+    return (
+        f"the forward changes the parameter {fqn}, which tensor parallelism, ZeRO and mixed "
+        "precision store in slices of their own: pin tp=1 and zero_stage=0, make it a buffer, or "
+        "change it after the optimizer's step"
+    )
 
 
 def lost_under(

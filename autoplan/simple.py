@@ -129,7 +129,8 @@ def _best(
     options = settings_of(
         planner.cluster, planner.workload, num_blocks, {**pins, **fixed}, devices=devices
     )
-    for setting in _few([s for s in options if (s.offload != "none") == is_offloaded]):
+    can_run = [s for s in options if s.microbatch_size >= planner.fewest_rows]
+    for setting in _few([s for s in can_run if (s.offload != "none") == is_offloaded]):
         strategy = price_strategy(planner, name, setting, recompute)
         found.append(strategy)
     if not found:

@@ -9,7 +9,7 @@ from autoplan.errors import PlanError
 from autoplan.plan import Plan
 from autoplan.program import Program
 from autoplan.schedules import MULTI_STAGE, schedule_actions, unrunnable_split
-from autoplan.shared_writes import changed_states
+from autoplan.shared_writes import changed_parameter_text, changed_states
 from autoplan.stages import StageSlice
 from autoplan.written_inputs import check_writes
 
@@ -71,7 +71,8 @@ def check_stages(
 
     Raises:
         PlanError: a stage has no parameters, several stages use a buffer that the forward changes,
-            two stages of one rank share a parameter, or a write to an input would be lost.
+            a parameter that the forward changes is sliced, two stages of one rank share a
+            parameter, or a write to an input would be lost.
     """
     check_writes(plan, program)
     owners: dict[str, list[int]] = {}
@@ -87,7 +88,10 @@ def check_stages(
         for first in {program.aliases[fqn] for fqn in own}:
             owners.setdefault(first, []).append(stage.index)
     stage_of = {call: stage.index for stage in stages for call in stage.calls}
+    is_stored_otherwise = plan.mesh.tp > 1 or plan.zero_stage > 0 or plan.mixed_precision != "none"
     for state in changed_states(program):
+        if state.fqn in parameters and is_stored_otherwise:
+            raise PlanError(changed_parameter_text(state.fqn))
         used_on = sorted({stage_of[call] for call in state.calls})
         if len(used_on) > 1:
             raise PlanError(

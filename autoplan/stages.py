@@ -126,11 +126,11 @@ def stage_function(program: Program, stage: StageSlice, device: torch.device) ->
             writer.op(_renamed(item.op, names))
         else:
             call = program.calls[item.call]
-            outs = "".join(f"{names[n]}, " for n in call.outs).rstrip(", ")
-            comma = "," if len(call.outs) == 1 else ""
+            outs = ", ".join(names[n] for n in call.outs)
+            outs += "" if not call.outs else ", = " if len(call.outs) == 1 else " = "
             comment = f"  # {program.graphs[call.graph].name} {call.fqn}".rstrip()
             arguments = ", ".join([str(item.call), *(names[n] for n in call.args)])
-            writer.add(f"{outs}{comma} = call({arguments}){comment}")
+            writer.add(f"{outs}call({arguments}){comment}")
         dead = {n for n in (*item.reads, *item.writes) if last_use.get(n, index) == index}
         writer.delete(names[n] for n in dead)
     writer.add(f"return ({''.join(names[n] + ', ' for n in stage.outputs).rstrip()})")

@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cluster",
         "cluster_files",
         "graph",
+        "assigned_states",
         "batch_forms",
         "batches",
         "shortening",

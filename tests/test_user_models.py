@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 import autoplan
 from autoplan.batches import batch_dims, reduce_loss
 from autoplan.capturer import capture
-from autoplan.errors import TraceError
+from autoplan.errors import InfeasibleError, TraceError
 from autoplan.plan import Plan
 from autoplan.tracer import trace, trace_program
 from tests.distributed import run_workers
@@ -258,3 +258,107 @@ def test_a_part_of_layers_on_both_stages_gets_the_gradients_of_all() -> None:
     assert abs(loss - expected_loss) < 1e-12
     assert compare({n: gradients[n] for n in expected}, expected) == []
     assert norm == pytest.approx(float(torch.cat([g.flatten() for g in expected.values()]).norm()))
+
+
+class Stateful(nn.Module):
+    """It changes a buffer as `how` says, and reads a table that is no buffer."""
+
+    mean: torch.Tensor
+    steps: torch.Tensor
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.linear, self.table = how, nn.Linear(4, 4), torch.arange(4.0)
+        self.register_buffer("mean", torch.ones(4))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.last = torch.zeros(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.linear(x)
+        here = made.detach().mean(0)
+        if self.how == "assigned":
+            self.mean, self.steps = self.mean * 0.5 + here, self.steps + 1
+        elif self.how == "assigned to data":
+            self.mean.data = self.mean.data * 0.5 + here
+            self.steps += 1
+        elif self.how == "written to data":
+            self.mean.data.mul_(0.5).add_(here)
+            self.steps.data += 1
+        elif self.how == "no buffer":
+            self.last = here
+        else:
+            self.mean = here.double()
+        loss: torch.Tensor = (made * self.mean + self.table).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("how", ["assigned", "assigned to data", "written to data"])
+def test_a_buffer_that_the_forward_changes_is_a_state_however_it_does(how: str) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), Stateful(how)), torch.randn(3, 4)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    program = capture(model, x)
+    assert "the forward changes 1.mean and 1 other buffers" in program.notes[0]
+    loss, _ = run_program(program, model, [x])
+    after = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(before)
+    assert torch.equal(loss, model(x))
+    assert int(after["1.steps"]) == 1
+    assert torch.equal(after["1.mean"], model.state_dict()["1.mean"])
+
+
+@pytest.mark.parametrize(("how", "said"), [("no buffer", "1.last"), ("other dtype", "1.mean")])
+def test_a_state_that_a_plan_cannot_keep_is_refused_by_name(how: str, said: str) -> None:
+    with pytest.raises(TraceError, match=f"{said}.*must"):
+        capture(nn.Sequential(nn.Linear(4, 4), Stateful(how)), torch.randn(3, 4))
+
+
+class Momentum(nn.Module):
+    """A frozen copy that follows the trained layer, and batch norm over vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+        self.online = nn.Linear(8, 4)
+        self.target = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.target.weight.data.mul_(0.9).add_(self.online.weight[:, :4].data, alpha=0.1)
+            goal = self.target(x)
+        loss: torch.Tensor = (self.online(self.stem(x)) - goal).square().mean()
+        return loss
+
+
+def test_a_parameter_that_the_forward_changes_is_neither_sliced_nor_sharded() -> None:
+    plan = autoplan.optimize(Momentum(), "2:cpu", torch.randn(8, 4), workers=1)
+    assert (plan.mesh.tp, plan.zero_stage) == (1, 0)
+    with pytest.raises(InfeasibleError, match=r"the parameter target\.weight.*pin tp=1"):
+        autoplan.optimize(Momentum(), "2:cpu", torch.randn(8, 4), tp=2, workers=1)
+
+
+def test_a_model_that_cannot_run_on_one_row_gets_two_at_least() -> None:
+    options: tuple[dict[str, Any], ...] = ({}, {"pp": 2})
+    for pins in options:
+        plan = autoplan.optimize(Momentum(), "2:cpu", torch.randn(8, 4), workers=1, **pins)
+        assert plan.microbatch_size > 1
+
+
+def _changed_copy(rank: int, plan: Plan) -> tuple[float, torch.Tensor]:
+    torch.manual_seed(0)
+    model, x = Momentum(), torch.randn(8, 4)
+    module = plan.parallelize(model, x, device="cpu")
+    return float(module.train_step(x)), module.full_state()["target.weight"]
+
+
+def _changed_alone(rank: int) -> tuple[float, torch.Tensor]:
+    torch.manual_seed(0)
+    model, x = Momentum(), torch.randn(8, 4)
+    return float(model(x)), model.target.weight
+
+
+def test_a_call_that_only_writes_runs_and_its_write_stays() -> None:
+    plan = autoplan.estimate(Momentum(), "1:cpu", torch.randn(8, 4), microbatch_size=8).plan
+    ((loss, weight),) = run_workers(_changed_copy, 1, plan)
+    ((expected_loss, expected),) = run_workers(_changed_alone, 1)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert torch.allclose(weight, expected)
