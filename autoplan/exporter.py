@@ -181,7 +181,7 @@ def _locate(error: BaseException, wrapper: nn.Module, prefix: str) -> tuple[str,
             owner = frame.f_locals.get(first[0]) if first else None
             if not isinstance(owner, nn.Module) or id(owner) not in names:
                 continue
-            if frame.f_code.co_filename.startswith(_TORCH_FOLDER):
+            if frame.f_code.co_filename.startswith((_TORCH_FOLDER, _OWN_FOLDER)):
                 continue
             found = names[id(owner)]
             if found == prefix or found.startswith(prefix + "."):
@@ -223,6 +223,7 @@ def _place(frame: FrameType, number: int) -> str:
 
 _NOISY = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 
+_OWN_FOLDER = __file__.rpartition("/")[0] + "/"
 _TORCH_FOLDER = torch.__file__.rpartition("/")[0] + "/"
 
 _FOREIGN_AUTOCAST = re.compile(r"is not available.*[Dd]isabling autocast")

@@ -76,6 +76,11 @@ def test_a_batch_that_forward_cannot_take_names_its_arguments() -> None:
         capture(TwoInputs(), {"x": x, "hidden": x}, lambda out: out.mean())
 
 
+def test_a_batch_of_another_kind_is_told_without_a_line_of_ours() -> None:
+    with pytest.raises(TraceError, match=r"line unknown.*must be Tensor, not list"):
+        capture(nn.Linear(4, 4), [torch.randn(4, 4)], lambda out: out.mean())
+
+
 class Checked(nn.Module):
     """It counts what is chosen, and asserts that it is as much as there should be."""
 
