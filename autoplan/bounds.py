@@ -362,17 +362,20 @@ def memory_bound(planner: Planner, setting: Setting) -> Refinement:
 
 def held_reason(planner: Planner, setting: Setting) -> str | None:
     """Return why no decisions fit, by what all ranks hold together, or None."""
-    excess = held_excess(planner, setting)
+    excess = held_excess(planner, setting, has_detours=True)
     if excess <= 0:
         return None
     return f"what its ranks hold at the least exceeds their memory by {format_bytes(excess)} each"
 
 
-def held_excess(planner: Planner, setting: Setting) -> int:
-    """Return bytes by which ranks exceed their memory at the least, in the mean over a pipeline."""
+def held_excess(planner: Planner, setting: Setting, *, has_detours: bool = False) -> int:
+    """Return bytes by which ranks exceed their memory at the least, in the mean over a pipeline.
+
+    `has_detours`: where blocks may take the decisions of their detours too.
+    """
     pricer = planner.pricer(setting.microbatch_size)
     held = min(
-        least_held_bytes(pricer, setting, convention)
+        least_held_bytes(pricer, setting, convention, has_detours=has_detours)
         for convention in pricer.conventions(setting.tp)
     )
     room = sum(planner.cluster.on_stage(setting, s).capacity_bytes for s in range(setting.pp))

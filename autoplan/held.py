@@ -21,8 +21,13 @@ from autoplan.stage_costs import GroupBytes
 __all__ = ["least_held_bytes"]
 
 
-def least_held_bytes(pricer: Pricer, setting: Setting, convention: Convention) -> int:
-    """Return bytes below which all ranks of a pipeline together do not hold at their fullest."""
+def least_held_bytes(
+    pricer: Pricer, setting: Setting, convention: Convention, *, has_detours: bool
+) -> int:
+    """Return bytes below which all ranks of a pipeline together do not hold at their fullest.
+
+    `has_detours`: blocks may take the decisions of their detours too.
+    """
     alone = replace(setting, pp=1)  # shared parameters count once
     alive, optimizer = min(setting.alive()), pricer.workload.optimizer
     has_gradients = setting.num_microbatches > setting.pp
@@ -30,7 +35,7 @@ def least_held_bytes(pricer: Pricer, setting: Setting, convention: Convention) -
     for calls in alike(pricer, alone):
         is_last = calls[0] == len(pricer.trace.calls) - 1
         ways = []
-        for group, kept in _least_kept(pricer, calls[0], alone, convention).items():
+        for group, kept in _least_kept(pricer, calls[0], alone, convention, has_detours).items():
             held = static_bytes(group, setting, optimizer)
             states = held.parameters + held.optimizer + has_gradients * held.gradients
             ways.append(states + (0 if is_last else alive * kept))
@@ -39,15 +44,18 @@ def least_held_bytes(pricer: Pricer, setting: Setting, convention: Convention) -
 
 
 def _least_kept(
-    pricer: Pricer, call: int, alone: Setting, convention: Convention
+    pricer: Pricer, call: int, alone: Setting, convention: Convention, has_detours: bool
 ) -> dict[GroupBytes, int]:
     """Return by the parameters of a call the least that its decisions keep of a micro-batch."""
     block = pricer.trace.calls[call].block
     is_split = alone.schedule == "zero_bubble"
-    key = (call, alone.tp, convention.is_sequence_parallel, convention.of(block), is_split)
+    key = (call, alone.tp, convention, is_split, has_detours)
     if key not in pricer.least_kept:
         found: dict[GroupBytes, int] = {}
-        for decision in pricer.decisions(block, alone.tp, convention):
+        decisions = list(pricer.decisions(block, alone.tp, convention))
+        for detour in pricer.detour_decisions(block, alone.tp, convention) if has_detours else ():
+            decisions += (*detour.first, *detour.inner, *detour.last)
+        for decision in decisions:
             work = pricer.base(block, decision, alone.tp)
             less = work.memory.held_output_bytes
             if is_split:

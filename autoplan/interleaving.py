@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
+import numpy as np
+
 from autoplan.graph import Trace
 from autoplan.search.paces import PacedRank, paced_options
 from autoplan.search.problem import BlockOption, PipelineProblem, PipelineSolution
@@ -34,6 +36,8 @@ __all__ = [
     "rank_ends",
     "stage_counts",
 ]
+
+_WORKING_LIMITS = 2  # of what blocks may work in, tried beside what they do
 
 Counts = tuple[tuple[int, ...], ...]
 """Alike blocks per rank and stage of it."""
@@ -230,10 +234,14 @@ def paced(
     solution: PipelineSolution,
     counts: Counts,
     alive: Sequence[tuple[float, ...]],
+    *,
+    is_thorough: bool = False,
 ) -> PipelineSolution | None:
     """Return a solution by stages under common paces that is no dearer once a step, or None.
 
-    Calls beside the alike blocks stay as they are, and so do the limits of what blocks work in.
+    Calls beside the alike blocks stay as they are, and blocks work in no more than in the solution.
+    Thoroughly, also in more, which lets leaner options in, and in less, which leaves ranks room:
+    the fastest rounds count.
 
     Args:
         alike: the blocks whose options are chosen anew.
@@ -242,14 +250,52 @@ def paced(
         solution: of it.
         counts: alike blocks of each stage.
         alive: micro-batches that each stage of a rank keeps.
+        is_thorough: try other limits of what blocks work in.
     """
     run, options = alike.calls, per_call[alike.calls.start]
     chosen = [own[index] for own, index in zip(per_call, solution.options, strict=True)]
+    least = max((chosen[c].working for c in range(len(chosen)) if c not in run), default=0)
+    levels = sorted({max(least, option.working) for option in options})
+    steps = np.linspace(0, len(levels) - 1, min(len(levels), _WORKING_LIMITS)).round()
+    limits = {max(option.working for option in chosen)}
+    if is_thorough:
+        limits |= {levels[int(step)] for step in steps}
+    found = (
+        _paced_within(alike, per_call, problem, solution, counts, alive, limit)
+        for limit in sorted(limits)
+    )
+    fitting = [own for own in found if own is not None]
+    return min(fitting, key=lambda own: _rounds(per_call, own, len(counts)), default=None)
+
+
+def _rounds(per_call: Sequence[Sequence[BlockOption]], solution: PipelineSolution, pp: int) -> int:
+    """Return the ticks of all rounds, each as long as its slowest stage."""
+    times = [
+        own[index].forward + own[index].backward
+        for own, index in zip(per_call, solution.options, strict=True)
+    ]
+    stages = [sum(times[start:end]) for start, end in pairwise((0, *solution.ends))]
+    return sum(max(stages[first : first + pp]) for first in range(0, len(stages), pp))
+
+
+def _paced_within(
+    alike: Alike,
+    per_call: Sequence[Sequence[BlockOption]],
+    problem: PipelineProblem,
+    solution: PipelineSolution,
+    counts: Counts,
+    alive: Sequence[tuple[float, ...]],
+    working: int,
+) -> PipelineSolution | None:
+    """Return what `paced` does, of blocks that work in no more than `working`."""
+    run, options = alike.calls, per_call[alike.calls.start]
+    chosen = [own[index] for own, index in zip(per_call, solution.options, strict=True)]
     once = max(chosen[c].once for c in run)
-    working = max(option.working for option in chosen)
     usable = [
         i for i, option in enumerate(options) if option.once <= once and option.working <= working
     ]
+    if not usable:
+        return None
     ranks = []
     shares = _shares(alike, per_call, solution, counts)
     for rank, (start, end) in enumerate(pairwise((0, *solution.ends))):

@@ -24,7 +24,6 @@ from autoplan.bounds import (
     LeastCalls,
     blocks_bound,
     frontiers_bound,
-    memory_bound,
     ops_bound,
     static_reason,
 )
@@ -61,6 +60,7 @@ from autoplan.settings import (
 )
 from autoplan.stage_ends import most_stages
 from autoplan.tracer import trace
+from autoplan.walked_plans import memory_refinement
 
 __all__ = ["Planner", "make_planner"]
 
@@ -373,7 +373,7 @@ class Planner:
                 refinements=(
                     lambda s=setting: blocks_bound(self, s),  # type: ignore[misc]
                     lambda s=setting: frontiers_bound(self, s),  # type: ignore[misc]
-                    lambda s=setting: memory_bound(self, s),  # type: ignore[misc]
+                    lambda s=setting: memory_refinement(self, s),  # type: ignore[misc]
                     lambda s=setting: relaxation_bound(self, s, is_quick=True),  # type: ignore[misc]
                     lambda s=setting: relaxation_bound(self, s),  # type: ignore[misc]
                 ),

@@ -21,7 +21,7 @@ from autoplan.units import format_bytes, format_bytes_up
 if TYPE_CHECKING:
     from autoplan.planner import Planner
 
-__all__ = ["find_remedies", "infeasible_error"]
+__all__ = ["Trials", "conflicting", "find_remedies", "infeasible_error"]
 
 _FACTORS = (2, 4, 8, 16)
 _MAX_GPUS_PER_NODE = 8
@@ -121,8 +121,8 @@ def conflicting(trials: Trials) -> list[str]:
     """Return which constraints conflict with the memory of a device, by name.
 
     They are the user's, the number of devices and, on GPUs, that nothing lies in host memory. The
-    set is irreducible: each was kept because without it, and with the others, a plan fits. Without
-    a number of devices there are as many as remedies try at most. Empty: nothing fits even so.
+    set is irreducible: each was kept because without it, and with the others, a plan fits. Empty:
+    nothing fits without any of them either.
     """
     texts = _texts(trials.planner)
     kept = list(texts)
@@ -170,12 +170,21 @@ def _too_long(least: Least, category: str) -> str:
 
 
 def _fits_under(trials: Trials, names: Collection[str]) -> bool:
-    """Return whether the plan of least memory fits under those constraints alone."""
+    """Return whether the plan of least memory fits under those constraints alone.
+
+    Without a number of devices there may be as many as there are, or as remedies try at most: plans
+    use all that they are given, so what fits on some need not fit on more.
+    """
     planner = trials.planner
-    most = None if _DEVICES in names else _most_devices(planner.cluster)
+    clusters = [planner.cluster]
+    if _DEVICES not in names:
+        clusters.insert(0, _most_devices(planner.cluster))
     offload = () if _HOST in names or not _may_offload(planner) else OFFLOADS
     pins, limits = kept_constraints(planner.pins, planner.limits, names)
-    return trials.fits(pins=pins, limits=limits, cluster=most, offload=offload)
+    return any(
+        trials.fits(pins=pins, limits=limits, cluster=cluster, offload=offload)
+        for cluster in clusters
+    )
 
 
 def _may_offload(planner: Planner) -> bool:

@@ -288,10 +288,9 @@ def _options(
 
 
 def _by_rank(option: BlockOption, setting: Setting) -> BlockOption:
-    """Return an option in the ticks of `_solved`."""
-    if setting.virtual_stages == 1:
-        return option
-    return replace(option, once=option.once * setting.virtual_stages)
+    """Return an option in the ticks of `_solved`, with what a v-th of a micro-batch keeps."""
+    v = setting.virtual_stages
+    return option if v == 1 else replace(option, once=option.once * v, kept=-(-option.kept // v))
 
 
 def even_ends_of(planner: Planner, setting: Setting, counts: Counts) -> tuple[int, ...]:
@@ -334,7 +333,7 @@ def _pipeline(
     return PipelineProblem(
         runs=runs,
         num_microbatches=setting.num_microbatches * v,
-        live=live,
+        live=live if v == 1 else tuple(round(alive * v) for alive in setting.alive()),
         capacity=tuple(
             cluster.capacity_bytes // unit for cluster in stage_clusters(planner.cluster, setting)
         ),

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from autoplan.bounds import convention_bound, least_bound
+from autoplan.calibration import calibrated_capacity
 from autoplan.conventions import Convention
 from autoplan.interleaving import dealt, lightened, paced
 from autoplan.plan_prices import plan_price
 from autoplan.search.candidates import NOTHING_FITS, Refinement
 from autoplan.search.columns import KnownStages
-from autoplan.search.evaluate import plain_options, stage_costs
+from autoplan.search.evaluate import stage_costs
 from autoplan.search.pipeline import relaxed_bound, solve_pipeline
 from autoplan.search.problem import PipelineProblem, PipelineSolution, Status
 from autoplan.setting_problem import (
     SettingProblem,
-    even_ends_of,
     pipeline_problem,
     stage_clusters,
     variants,
 )
 from autoplan.settings import Setting
 from autoplan.split_cuts import cuts_by_lists
-from autoplan.stage_bytes import rank_memory
 from autoplan.units import to_ticks
+from autoplan.walked_plans import fastest_walked, has_few_plans, time_bound
 
 if TYPE_CHECKING:
     from autoplan.planner import Planner
@@ -61,8 +58,11 @@ def _posed(planner: Planner, setting: Setting, convention: Convention, is_lean: 
     key = (setting, convention, is_lean, planner.even_cuts)
     if key not in planner.posed:
         asked = pipeline_problem(planner, setting, convention, is_lean=is_lean)
-        calibrated = _calibrated(planner, setting, asked)
-        bound = relaxed_bound(replace(asked.problem, capacity=calibrated))
+        calibrated = calibrated_capacity(planner, setting, asked)
+        if has_few_plans(planner, setting):
+            bound = time_bound(asked)
+        else:
+            bound = relaxed_bound(replace(asked.problem, capacity=calibrated))
         planner.posed[key] = Posed(
             asked=asked,
             calibrated=calibrated,
@@ -77,10 +77,10 @@ def solve_setting(
 ) -> PipelineSolution:
     """Return the best cuts and options of a setting.
 
-    The linear memory of the problem is an upper estimate almost everywhere. So the stages first
-    get as much more as it exceeds the exact model by at the leanest options. Where the exact
-    model finds a stage above its capacity, the stage gets that much less and the problem is
-    solved again, so that what is returned fits exactly.
+    Where there are few plans, they are listed and walked. Elsewhere the linear memory decides, an
+    upper estimate almost everywhere. So stages first get as much more as it exceeds the exact model
+    by at the fastest options. Where the exact model finds a stage above its capacity, it gets that
+    much less and the problem is solved again, so that what is returned fits exactly.
     """
     pricer = planner.pricer(setting.microbatch_size)
     best: PipelineSolution | None = None
@@ -117,6 +117,10 @@ def _solve_convention(
     posed = _posed(planner, setting, convention, is_lean)
     if posed.bound is None or (cutoff is not None and posed.bound >= cutoff):
         return _without(cutoff)
+    if has_few_plans(planner, setting):
+        walked = fastest_walked(planner, setting, posed.asked, cutoff)
+        if walked is not None:
+            return replace(walked, variant=variant)
     for capacity in dict.fromkeys((posed.calibrated, posed.asked.problem.capacity)):
         solution, is_first = _repaired(planner, setting, posed, capacity, cutoff, time_limit_s)
         if solution.options or is_first:
@@ -148,26 +152,41 @@ def _repaired(
     cutoff: int | None,
     time_limit_s: float,
 ) -> tuple[PipelineSolution, bool]:
-    """Return a solution that fits exactly, or one without options, and if that came at once."""
+    """Return a solution that fits exactly, or one without options, and if that came at once.
+
+    With several stages a rank one under common paces may fit before the shares, as they are dealt,
+    do; where it is not proven by their bound, the shares are repaired all the same.
+    """
     pricer, asked = planner.pricer(setting.microbatch_size), posed.asked
     problem = replace(asked.problem, capacity=capacity)
+    best: tuple[float, PipelineSolution] | None = None
+    limit, bound = cutoff, 0
     for attempt in range(_MAX_REPAIRS):
-        found = _solved(setting, problem, cutoff, time_limit_s, posed.known)
+        found = _solved(setting, problem, limit, time_limit_s, posed.known)
+        bound = found.bound
         if not found.options:
-            return found, attempt == 0
+            if best is None:
+                return found, attempt == 0
+            break
         solution, fitting = found, []
         if setting.virtual_stages > 1:
             alike = planner.alike_run(setting.microbatch_size)
             solution = dealt(alike, asked.options, found, asked.counts)
-            fitting = _paced(planner, setting, asked, problem, found)
+            if attempt == 0:
+                fitting = _paced(planner, setting, asked, problem, found)
+                if all(to_ticks(own[0]) > bound * (1 + _DEALT) for own in fitting):
+                    fitting += _paced(planner, setting, asked, problem, found, is_thorough=True)
         step_time_s, excess = _step_and_excess(planner, setting, asked, solution)
         if max(excess) <= 0:
             fitting.append((step_time_s, solution))
-        if fitting:
-            step_time_s, solution = min(fitting, key=lambda one: one[0])
-            if setting.virtual_stages > 1:
-                step_time_s, solution = _lighter(planner, setting, asked, step_time_s, solution)
-            return _as_priced(planner, setting, posed, solution, step_time_s, cutoff), False
+        if best is not None:
+            fitting.append(best)
+        best = min(fitting, key=lambda one: one[0], default=None)
+        if best is not None:
+            ticks = to_ticks(best[0])
+            if max(excess) <= 0 or ticks <= bound * (1 + _DEALT):
+                break
+            limit = ticks if cutoff is None else min(cutoff, ticks)
         # Below what this answer takes by the linear memory, or the same answer would come again.
         # How stages are dealt is not in it: where that is the reason, steps get longer.
         steps = 1 + attempt * (setting.virtual_stages > 1)
@@ -177,7 +196,15 @@ def _repaired(
             for room, used, over in zip(problem.capacity, linear, excess, strict=True)
         )
         problem = replace(problem, capacity=capacity)
-    return _without(cutoff), False
+    if best is None:
+        return _without(cutoff), False
+    step_time_s, solution = best
+    if setting.virtual_stages > 1:
+        step_time_s, solution = _lighter(planner, setting, asked, step_time_s, solution)
+        is_proven = found.status in ("optimal", "infeasible")
+        status: Status = "optimal" if is_proven else "feasible"
+        solution = replace(solution, status=status, bound=bound)
+    return _as_priced(planner, setting, posed, solution, step_time_s, cutoff), False
 
 
 def _step_and_excess(
@@ -198,16 +225,20 @@ def _paced(
     asked: SettingProblem,
     problem: PipelineProblem,
     shares: PipelineSolution,
+    *,
+    is_thorough: bool = False,
 ) -> list[tuple[float, PipelineSolution]]:
     """Return stages under common paces that fit exactly, with the seconds of a step, as found.
 
     Stages of a rank keep as many micro-batches each, or as many as they do when the rank keeps
     most. Where the linear memory is too low, ranks get less room, twice as much less every time.
     """
-    even = [(float(live),) * setting.virtual_stages for live in problem.live]
+    v = setting.virtual_stages
+    even = [(float(live),) * v for live in problem.live]
+    uneven = [tuple(v * count for count in own) for own in setting.alive_by_stage()]
     found = (
-        _paced_alive(planner, setting, asked, problem, shares, alive)
-        for alive in (even, setting.alive_by_stage())
+        _paced_alive(planner, setting, asked, problem, shares, alive, is_thorough=is_thorough)
+        for alive in (even, uneven)
     )
     return [one for one in found if one is not None]
 
@@ -219,12 +250,16 @@ def _paced_alive(
     problem: PipelineProblem,
     shares: PipelineSolution,
     alive: Sequence[tuple[float, ...]],
+    *,
+    is_thorough: bool,
 ) -> tuple[float, PipelineSolution] | None:
     """Return what `_paced` does where stages of a rank keep so many micro-batches each."""
     alike = planner.alike_run(setting.microbatch_size)
     unit = planner.pricer(setting.microbatch_size).memory_unit
     for attempt in range(_MAX_REPAIRS):
-        own = paced(alike, asked.options, problem, shares, asked.counts, alive)
+        own = paced(
+            alike, asked.options, problem, shares, asked.counts, alive, is_thorough=is_thorough
+        )
         if own is None:
             break
         step_time_s, excess = _step_and_excess(planner, setting, asked, own)
@@ -354,49 +389,3 @@ def _solved(
     scaled = None if cutoff is None else cutoff * v
     found = solve_pipeline(problem, cutoff=scaled, time_limit_s=time_limit_s, known=known)
     return replace(found, objective=found.objective // v, bound=found.bound // v)
-
-
-def _calibrated(planner: Planner, setting: Setting, asked: SettingProblem) -> tuple[int, ...]:
-    """Return capacities that make the linear memory exact at the leanest options.
-
-    Measured on even cuts, on some stages of a long pipeline; one where the linear memory is too low
-    keeps its capacity.
-    """
-    pricer, problem = planner.pricer(setting.microbatch_size), asked.problem
-    ends = even_ends_of(planner, setting, asked.counts)
-    live = [
-        alive
-        for alive, start, end in zip(problem.live, (0, *ends), ends, strict=False)
-        for _ in range(start, end)
-    ]
-    leanest = [
-        min(range(len(own)), key=lambda i: own[i].static + alive * own[i].kept + own[i].working)
-        for own, alive in zip(plain_options(problem), live, strict=True)
-    ]
-    linear = [cost.memory for cost in stage_costs(problem, ends, leanest)]
-    solution = PipelineSolution(
-        status="feasible", ends=ends, options=tuple(leanest), objective=0, bound=0
-    )
-    if setting.virtual_stages > 1:
-        solution = dealt(
-            planner.alike_run(setting.microbatch_size), asked.options, solution, asked.counts
-        )
-    chosen = [d[o] for d, o in zip(asked.per_call, solution.options, strict=True)]
-    spans = [range(a, b) for a, b in pairwise((0, *solution.ends))]
-    walked = _walked_ranks(setting.pp)
-    excess = []
-    for rank in walked:
-        device = pricer.on_stage(setting, rank)
-        exact = rank_memory(device, setting, rank, spans, chosen).peak
-        reserved = stage_clusters(planner.cluster, setting)[rank].reserved_bytes
-        excess.append(linear[rank] - -(-(exact - reserved) // pricer.memory_unit))
-    between = np.interp(range(setting.pp), walked, excess)
-    return tuple(
-        capacity + max(0, int(more))
-        for capacity, more in zip(problem.capacity, between, strict=True)
-    )
-
-
-def _walked_ranks(pp: int) -> list[int]:
-    """Return the ranks whose memory is walked; between them what differs changes evenly."""
-    return sorted({0, min(1, pp - 1), max(0, pp - 2), pp - 1})

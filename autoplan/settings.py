@@ -151,17 +151,11 @@ class Setting:
         return (m,) * self.pp if self.schedule == "gpipe" else (1,)
 
     def alive_by_stage(self) -> tuple[tuple[float, ...], ...]:
-        """Return per rank the micro-batches of each of its stages that are alive when most are.
-
-        Scaled to the sum that `live` counts for all stages of the rank.
-        """
+        """Return per rank the micro-batches of each of its stages that are alive when most are."""
         m, v = self.num_microbatches, self.virtual_stages
         enough = enough_rounds(m, self.pp)
         counts = in_flight_by_stage(self.schedule, self.pp, enough, v)
-        return tuple(
-            tuple(count * live * v / sum(own) for count in own)
-            for own, live in zip(counts, self.live(), strict=True)
-        )
+        return tuple(tuple(map(float, own)) for own in counts)
 
     def live(self) -> tuple[int, ...]:
         """Return `alive`, rounded up."""

@@ -6,17 +6,16 @@ For tests only: the cost grows as the product of all options.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations, pairwise, product
+from itertools import product
 
 from autoplan.search.detours import hands_over
 from autoplan.search.evaluate import (
     block_options,
     choice_cost,
-    cut_positions,
-    is_anchored,
     pipeline_objective,
     stage_costs,
 )
+from autoplan.search.listing import all_ends
 from autoplan.search.problem import ChoiceProblem, PipelineProblem
 
 __all__ = ["all_choices", "best_choice", "best_pipeline", "pareto_choices"]
@@ -53,7 +52,7 @@ def best_pipeline(problem: PipelineProblem) -> int | None:
     """Return the least objective over all cuts and options, or None if nothing fits."""
     best: int | None = None
     choices = [range(len(options)) for options in block_options(problem)]
-    for ends in _all_ends(problem):
+    for ends in all_ends(problem):
         for options in product(*choices):
             if not hands_over(problem, ends, options):
                 continue
@@ -64,15 +63,3 @@ def best_pipeline(problem: PipelineProblem) -> int | None:
             if best is None or objective < best:
                 best = objective
     return best
-
-
-def _all_ends(problem: PipelineProblem) -> Iterator[tuple[int, ...]]:
-    """Yield every tuple of stage ends that the cuts, `min_blocks` and `anchors` allow."""
-    last = problem.num_blocks
-    for cuts in combinations(cut_positions(problem), problem.num_stages - 1):
-        ends = (*cuts, last)
-        stages = list(pairwise((0, *ends)))
-        if all(end - start >= problem.min_blocks for start, end in stages) and all(
-            is_anchored(problem, start, end) for start, end in stages
-        ):
-            yield ends

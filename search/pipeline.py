@@ -50,7 +50,7 @@ from autoplan.search.problem import (
     PipelineSolution,
     Status,
 )
-from autoplan.search.stage import stage_time_bounds
+from autoplan.search.stage import stage_time_bounds, stage_working
 
 __all__ = ["cuts_below", "relaxed_bound", "solve_pipeline"]
 
@@ -189,11 +189,12 @@ def _interval_bounds(problem: PipelineProblem) -> NDArray[np.int64]:
         long_enough &= anchors[None, :] > anchors[:, None]
     known: dict[tuple[int, int], NDArray[np.int64]] = {}
     crossing = np.array([0, *problem.crossing, 0] if problem.crossing else [0] * size)
+    working = stage_working(problem.runs, places.tolist())
     stages = []
     for stage, live in enumerate(problem.live):
         room = problem.capacity[stage] - problem.fixed[stage]
         if (live, room) not in known:
-            exact = stage_time_bounds(problem.runs, live, room, places.tolist())
+            exact = stage_time_bounds(problem.runs, live, room, places.tolist(), working)
             rounded = rounded_up(exact, problem.grain)
             own = np.full((size, size), UNREACHABLE)
             own[np.ix_(places, places)] = np.where(exact < UNREACHABLE, rounded, UNREACHABLE)

@@ -49,6 +49,7 @@ __all__ = [
     "solve_stage",
     "stage_by_prices",
     "stage_time_bounds",
+    "stage_working",
 ]
 
 _NUM_PRICES = 24
@@ -71,24 +72,35 @@ class StageSolution:
     once: int
 
 
+def stage_working(runs: Sequence[Run], cuts: Sequence[int] | None = None) -> NDArray[np.float64]:
+    """Return [start, end] the most that any of blocks start..end-1 works with at the least."""
+    counts = [run.count for run in runs]
+    working = np.array([min(option.working for option in run.options) for run in runs])
+    places = np.arange(sum(counts) + 1) if cuts is None else np.asarray(cuts)
+    return _interval_max(np.repeat(working, counts), places)
+
+
 def stage_time_bounds(
-    runs: Sequence[Run], live: int, room: int, cuts: Sequence[int] | None = None
+    runs: Sequence[Run],
+    live: int,
+    room: int,
+    cuts: Sequence[int] | None = None,
+    working: NDArray[np.float64] | None = None,
 ) -> NDArray[np.int64]:
     """Return [start, end] lower bounds in ticks of running blocks start..end-1 as one stage.
 
     UNREACHABLE where start >= end or where the blocks need more than `room` in any case. Starts and
-    ends are those of `cuts`, or every position.
+    ends are those of `cuts`, or every position. `working`: `stage_working`, where it is at hand.
     """
     counts = [run.count for run in runs]
     times, held = option_table([run.options for run in runs], live)
-    working = np.array([min(option.working for option in run.options) for run in runs])
     size = sum(counts) + 1
     places = np.arange(size) if cuts is None else np.asarray(cuts)
 
     def sums(of_run: NDArray[Any]) -> NDArray[np.float64]:
         return _interval_sums(np.repeat(of_run, counts), places)
 
-    spare = room - _interval_max(np.repeat(working, counts), places)
+    spare = room - (stage_working(runs, cuts) if working is None else working)
     bounds = sums(block_minima(runs, times))
     for price in memory_prices(times, held):
         priced = block_minima(runs, times + price * held)

@@ -15,10 +15,11 @@ from autoplan.bounds import held_excess
 from autoplan.cluster import Cluster, NodeGroup
 from autoplan.errors import InfeasibleError, SearchLimitError
 from autoplan.leanest import least_memory, least_of
-from autoplan.limits import make_limits
+from autoplan.limits import kept_constraints, make_limits
 from autoplan.optimizing import find_plan, optimize
 from autoplan.planner import Planner, make_planner
 from autoplan.profiles import load_profile
+from autoplan.remedies import Trials, conflicting
 from autoplan.search.mesh import Progress
 from autoplan.stage_bytes import rank_memory
 from autoplan.stage_ends import even_stage_ends
@@ -137,6 +138,52 @@ def test_a_limit_that_stands_in_the_way_is_named_and_conflicts() -> None:
             None if is_bound else {"dp": (2, 2)}, {"zero_stage": [1, 2, 3]} if is_bound else None
         )
         assert find_plan(planner.unpriced())
+
+
+@pytest.mark.parametrize(
+    ("cluster", "pins", "forbid", "share"),
+    [
+        # 128 devices, the most that remedies try, have no setting without tp for 8 rows.
+        ("1x8:v100", {"pp": 1}, {"tp": [2, 4]}, 0.5),
+        ("1x2:h100 + 1x2:a100", {"pp": 2, "zero_stage": 0}, {}, 0.5),
+        ("1x2:h100 + 1x2:a100", {"microbatch_size": 4, "recompute": "none"}, {}, 0.8),
+    ],
+)
+def test_without_any_one_of_what_conflicts_a_plan_is_found(
+    cluster: str, pins: dict[str, Any], forbid: dict[str, Any], share: float
+) -> None:
+    limits = make_limits(None, forbid)
+
+    def planner(memory: int | str) -> Planner:
+        made = planner_of(CHAIN, cluster_of(cluster, memory), workload_of(8), pins)
+        made.limits = limits
+        return made
+
+    tight = planner(int(least_memory(planner("1GiB")).need_bytes * share))
+    with pytest.raises(InfeasibleError):
+        find_plan(tight, compare=False)
+    names = conflicting(Trials(tight))
+    assert names
+    for name in names:
+        kept = [other for other in names if other != name]
+        own, left = kept_constraints(pins, limits, kept)
+        offload = () if "host" in kept else ("optimizer", "activations")
+        most = replace(tight.cluster, num_nodes=16 * tight.cluster.num_nodes, gpus_per_node=8)
+        sizes = [tight.cluster] if "devices" in kept else [tight.cluster, most]
+        changes = {
+            "pins": own,
+            "limits": left,
+            "workload": replace(tight.workload, offload=offload),
+        }
+        assert any(is_found(tight.unpriced(cluster=size, **changes)) for size in sizes)
+
+
+def is_found(planner: Planner) -> bool:
+    try:
+        find_plan(planner, compare=False)
+    except (InfeasibleError, ValueError):
+        return False
+    return True
 
 
 def test_memory_that_nothing_helps_is_said_to_be_the_reason_alone() -> None:

@@ -5,17 +5,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from autoplan.cluster import Cluster, NodeGroup
 from autoplan.errors import InfeasibleError, PlanError
 from autoplan.estimating import Estimate, estimate
+from autoplan.interleaving import dealt
 from autoplan.optimizing import optimize
 from autoplan.plan import Plan
 from autoplan.planner import make_planner
+from autoplan.search.evaluate import stage_costs
+from autoplan.search.problem import PipelineSolution
+from autoplan.setting_problem import even_ends_of, pipeline_problem
+from autoplan.stage_bytes import rank_memory
 from autoplan.stage_check import check_schedule
 from autoplan.verifier import verify_plan
 from examples.gpt import GPT, GPTConfig, batch_like, loss_fn
@@ -184,6 +191,46 @@ def test_the_stages_of_a_rank_take_nearly_the_same_time() -> None:
         ]
         longest = max(costs.blocks[name].seconds.forward for name in costs.blocks)
         assert max(times) - min(times) <= longest
+
+
+def test_what_blocks_keep_counts_in_the_search_as_it_does_in_the_walk() -> None:
+    """By rank the linear memory is above the exact one by nearly the same at any decision."""
+    config = GPTConfig(vocab_size=4096, max_tokens=1024, width=2048, num_layers=16, num_heads=16)
+    with torch.device("meta"):
+        model = GPT(replace(config, is_head_tied=False))
+    batch = batch_like(config, 16, 1024)
+    pins = {"dp": 1, "tp": 1, "pp": 4, "microbatch_size": 2, "virtual_stages": 2}
+    planner = make_planner(model, "1x4:h100_sxm_80gb", batch, loss_fn=loss_fn, pins=pins)
+    (setting,) = (s for s in planner.settings() if s.schedule == "interleaved")
+    pricer, alike = planner.pricer(2), planner.alike_run(2)
+    asked = pipeline_problem(planner, setting)
+    ends = even_ends_of(planner, setting, asked.counts)
+    assert any(alive % 2 for alive in asked.problem.live)  # halves of micro-batches
+    linear, exact = [], []
+    decisions = asked.per_call[alike.calls.start]
+    for index in (i for i, own in enumerate(decisions) if own.recompute.mode == "selective"):
+        options = tuple(index * (call in alike.calls) for call in range(alike.num_calls))
+        found = PipelineSolution(
+            status="feasible", ends=ends, options=options, objective=0, bound=0
+        )
+        costs = stage_costs(asked.problem, ends, options)
+        linear.append([cost.memory * pricer.memory_unit for cost in costs])
+        stages = dealt(alike, asked.options, found, asked.counts)
+        chosen = [own[option] for own, option in zip(asked.per_call, stages.options, strict=True)]
+        spans = [range(start, end) for start, end in pairwise((0, *stages.ends))]
+        exact.append([rank_memory(pricer, setting, r, spans, chosen).peak for r in range(4)])
+    assert len(exact) > 5
+    for above, walked in zip(
+        np.array(linear).T - np.array(exact).T, np.array(exact).T, strict=True
+    ):
+        assert np.ptp(above) < 0.12 * np.ptp(walked)  # a half counted whole: 0.2
+
+
+def test_ranks_of_several_stages_are_filled() -> None:
+    memory = int(0.75 * max(searched(virtual_stages=4).predicted.peak_memory_bytes))
+    for stages in (2, 4):
+        plan = searched(str(memory), virtual_stages=stages)
+        assert 0.98 * memory < max(plan.predicted.peak_memory_bytes) <= memory
 
 
 def test_what_interleaving_keeps_can_rule_it_out() -> None:

@@ -30,6 +30,9 @@ MANY = settings(LAWS, max_examples=10)
 # random problems none missed a law by more than rounding.
 SAMPLING = 1.005
 
+# Each block takes a whole number of nanoseconds, and blocks of tiny problems take few.
+ROUNDING = 1.002
+
 
 def planned(problem: PlanningProblem, **pins: int | str) -> Plan | None:
     """Return the plan of a problem, or None where nothing fits."""
@@ -135,9 +138,9 @@ def test_same_problem_gives_the_same_plan(problem: PlanningProblem) -> None:
     assert replace(first, search=timeless) == second
 
 
-@settings(LAWS, max_examples=6)
+@settings(LAWS, max_examples=12)
 @given(problem=planning_problems(max_devices=2))
-def test_plan_is_as_fast_as_exhaustive_search_finds_within_its_tolerance(
+def test_plan_is_as_fast_as_exhaustive_search_finds(
     problem: PlanningProblem,
 ) -> None:
     body = replace(problem.chain.bodies[0], count=1)
@@ -146,10 +149,10 @@ def test_plan_is_as_fast_as_exhaustive_search_finds_within_its_tolerance(
     assume(exhaustive_size(problem) <= 2000)
     best = fastest_step_s(planner)
     plan = planned(problem)
-    assert (best is None) == (plan is None)
-    if plan is not None and best is not None:
-        # The linear memory passes over plans of tiny blocks, which fill a device in few steps.
-        assert plan.predicted.step_time_s <= best * 1.12
+    if best is not None:  # else a simple strategy outside of the space may fit
+        assert plan is not None
+        assert plan.predicted.step_time_s <= best * ROUNDING
+        assert plan.search.bound_s <= best * ROUNDING
 
 
 def exhaustive_size(problem: PlanningProblem) -> int:

@@ -1,0 +1,63 @@
+"""Capacities that make up for what the linear memory of a setting counts too high."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autoplan.interleaving import dealt
+from autoplan.search.evaluate import plain_options, stage_costs
+from autoplan.search.problem import PipelineSolution
+from autoplan.setting_problem import SettingProblem, even_ends_of, stage_clusters
+from autoplan.settings import Setting
+from autoplan.stage_bytes import rank_memory
+
+if TYPE_CHECKING:
+    from autoplan.planner import Planner
+
+__all__ = ["calibrated_capacity"]
+
+
+def calibrated_capacity(
+    planner: Planner, setting: Setting, asked: SettingProblem
+) -> tuple[int, ...]:
+    """Return capacities, in memory units, that make the linear memory exact at the fastest options.
+
+    What it counts too high grows with what blocks keep, and hardly any more once that makes the
+    peak. So these capacities leave no plan out that fits, as far as that holds; one that does not
+    fit is found by the walk. Measured on even cuts, on some stages of a long pipeline; one where
+    the linear memory is too low keeps its capacity.
+    """
+    pricer, problem = planner.pricer(setting.microbatch_size), asked.problem
+    ends = even_ends_of(planner, setting, asked.counts)
+    fastest = tuple(
+        min(range(len(own)), key=lambda i: own[i].forward + own[i].backward)
+        for own in plain_options(problem)
+    )
+    linear = [cost.memory for cost in stage_costs(problem, ends, fastest)]
+    solution = PipelineSolution(status="feasible", ends=ends, options=fastest, objective=0, bound=0)
+    if setting.virtual_stages > 1:
+        solution = dealt(
+            planner.alike_run(setting.microbatch_size), asked.options, solution, asked.counts
+        )
+    chosen = [d[o] for d, o in zip(asked.per_call, solution.options, strict=True)]
+    spans = [range(a, b) for a, b in pairwise((0, *solution.ends))]
+    walked = _walked_ranks(setting.pp)
+    excess = []
+    for rank in walked:
+        device = pricer.on_stage(setting, rank)
+        exact = rank_memory(device, setting, rank, spans, chosen).peak
+        reserved = stage_clusters(planner.cluster, setting)[rank].reserved_bytes
+        excess.append(linear[rank] - -(-(exact - reserved) // pricer.memory_unit))
+    between = np.interp(range(setting.pp), walked, excess)
+    return tuple(
+        capacity + max(0, int(more))
+        for capacity, more in zip(problem.capacity, between, strict=True)
+    )
+
+
+def _walked_ranks(pp: int) -> list[int]:
+    """Return the ranks whose memory is walked; between them what differs changes evenly."""
+    return sorted({0, min(1, pp - 1), max(0, pp - 2), pp - 1})
