@@ -367,3 +367,21 @@ def test_a_call_that_only_writes_runs_and_its_write_stays() -> None:
     ((expected_loss, expected),) = run_workers(_changed_alone, 1)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     assert torch.allclose(weight, expected)
+
+
+class Slope(nn.Module):
+    """The square of a network's slope: its gradient is a second derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        return slope.square().mean()
+
+
+def test_gradients_in_a_forward_are_refused_by_name() -> None:
+    with pytest.raises(TraceError, match=r"torch\.autograd\.grad in forward"):
+        capture(Slope(), torch.randn(4, 2))
