@@ -66,6 +66,7 @@ def export(
         _watch_checkpoints(notes),
         causality_as_told(),
         _traced_data(),
+        _refused_gradients(),
         opaque.watch_functions(),
     ):
         warnings.simplefilter("always")
@@ -117,6 +118,24 @@ def _traced_data() -> Iterator[None]:
             plain.__set__(tensor, value)
 
     with replaced(torch.Tensor, data=property(read, write)):
+        yield
+
+
+@contextlib.contextmanager
+def _refused_gradients() -> Iterator[None]:
+    """Refuse `torch.autograd.grad` in a forward, whose graph an export loses without an error."""
+    plain: Any = torch.autograd.grad
+    exporting = threading.current_thread()
+
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is not exporting:
+            return plain(*args, **kwargs)
+        raise TraceError(
+            "torch.autograd.grad in forward cannot be traced: move what calls it into a module of "
+            "its own below the model, which stays one op"
+        )
+
+    with replaced(torch.autograd, grad=grad):
         yield
 
 
@@ -181,7 +200,7 @@ def _locate(error: BaseException, wrapper: nn.Module, prefix: str) -> tuple[str,
             owner = frame.f_locals.get(first[0]) if first else None
             if not isinstance(owner, nn.Module) or id(owner) not in names:
                 continue
-            if frame.f_code.co_filename.startswith(_TORCH_FOLDER):
+            if frame.f_code.co_filename.startswith((_TORCH_FOLDER, _OWN_FOLDER)):
                 continue
             found = names[id(owner)]
             if found == prefix or found.startswith(prefix + "."):
@@ -223,6 +242,7 @@ def _place(frame: FrameType, number: int) -> str:
 
 _NOISY = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 
+_OWN_FOLDER = __file__.rpartition("/")[0] + "/"
 _TORCH_FOLDER = torch.__file__.rpartition("/")[0] + "/"
 
 _FOREIGN_AUTOCAST = re.compile(r"is not available.*[Dd]isabling autocast")

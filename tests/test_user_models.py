@@ -76,6 +76,11 @@ def test_a_batch_that_forward_cannot_take_names_its_arguments() -> None:
         capture(TwoInputs(), {"x": x, "hidden": x}, lambda out: out.mean())
 
 
+def test_a_batch_of_another_kind_is_told_without_a_line_of_ours() -> None:
+    with pytest.raises(TraceError, match=r"line unknown.*must be Tensor, not list"):
+        capture(nn.Linear(4, 4), [torch.randn(4, 4)], lambda out: out.mean())
+
+
 class Checked(nn.Module):
     """It counts what is chosen, and asserts that it is as much as there should be."""
 
@@ -362,3 +367,21 @@ def test_a_call_that_only_writes_runs_and_its_write_stays() -> None:
     ((expected_loss, expected),) = run_workers(_changed_alone, 1)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     assert torch.allclose(weight, expected)
+
+
+class Slope(nn.Module):
+    """The square of a network's slope: its gradient is a second derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        return slope.square().mean()
+
+
+def test_gradients_in_a_forward_are_refused_by_name() -> None:
+    with pytest.raises(TraceError, match=r"torch\.autograd\.grad in forward"):
+        capture(Slope(), torch.randn(4, 2))
