@@ -121,6 +121,8 @@ def _changed_parameter_reason(planner: Planner, setting: Setting) -> str | None:
         return None
     trace = planner.smallest_trace()
     changed = {one.fqn for one in trace.changed}
+    if not changed:
+        return None
     for call in trace.calls:
         for state, fqn in zip(trace.blocks[call.block].states, call.states, strict=True):
             if state.is_parameter and fqn in changed:

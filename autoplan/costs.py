@@ -54,6 +54,7 @@ class Pricer:
         frontiers: solves the problems of block classes.
         options: what `search_options` has made, by kind of call.
         least_kept: what `held` has found, likewise.
+        alike: what `search_options.alike` has found, with one stage and with several.
     """
 
     trace: Trace
@@ -81,6 +82,7 @@ class Pricer:
     _shared: dict[int, frozenset[str]] | None = None
     options: dict[tuple[object, ...], BlockOption] = field(default_factory=dict)
     least_kept: dict[tuple[object, ...], dict[GroupBytes, int]] = field(default_factory=dict)
+    alike: dict[bool, list[list[int]]] = field(default_factory=dict)
     _held: list[frozenset[str]] | None = None
     _num_nodes: int | None = None
     _slowness: dict[tuple[Cluster, Setting], float] = field(default_factory=dict)

@@ -173,12 +173,15 @@ def _mean(one: BlockOption, other: BlockOption) -> BlockOption:
 
 def alike(pricer: Pricer, setting: Setting) -> list[list[int]]:
     """Return the calls of each kind that `block_option` tells apart."""
-    kinds: dict[tuple[object, ...], list[int]] = {}
-    for call, trace_call in enumerate(pricer.trace.calls):
-        is_last = call == len(pricer.trace.calls) - 1
-        kind = (trace_call.block, is_last, _shared(pricer, call, setting))
-        kinds.setdefault(kind, []).append(call)
-    return list(kinds.values())
+    is_whole = setting.pp == 1
+    if is_whole not in pricer.alike:
+        kinds: dict[tuple[object, ...], list[int]] = {}
+        for call, trace_call in enumerate(pricer.trace.calls):
+            is_last = call == len(pricer.trace.calls) - 1
+            kind = (trace_call.block, is_last, _shared(pricer, call, setting))
+            kinds.setdefault(kind, []).append(call)
+        pricer.alike[is_whole] = list(kinds.values())
+    return pricer.alike[is_whole]
 
 
 def _shared(pricer: Pricer, call: int, setting: Setting) -> frozenset[str]:

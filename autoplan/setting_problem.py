@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from autoplan.cluster import Cluster
@@ -47,6 +47,9 @@ _GRAIN_BITS = 12  # a stage's time is rounded up by 2**-12 of it at most, 0.025 
 _ONCE_GRAIN_BITS = 10  # what is paid once a step by 2**-10 of the step at most, 0.1 %
 _MOST_EXACT_BLOCKS = 16
 
+Answer = tuple[tuple[int, ...], tuple[int, ...]]
+"""Ends of stages, and options of calls."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingProblem:
@@ -57,12 +60,17 @@ class SettingProblem:
         per_call: the decisions behind its options.
         options: of each call, with its own times; those of the problem may differ, see `_thinned`.
         counts: alike blocks of each stage, where ranks have several; empty elsewhere.
+        walked: by ends and options, the seconds of a step and by how many bytes ranks exceed their
+            memory, of answers that were walked exactly.
     """
 
     problem: PipelineProblem
     per_call: Sequence[tuple[Decision, ...]]
     options: Sequence[tuple[BlockOption, ...]]
     counts: Counts = ()
+    walked: dict[Answer, tuple[float, list[int]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
 
 def variants(pricer: Pricer, setting: Setting) -> tuple[tuple[Convention, bool], ...]:

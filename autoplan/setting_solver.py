@@ -211,6 +211,15 @@ def _step_and_excess(
     planner: Planner, setting: Setting, asked: SettingProblem, solution: PipelineSolution
 ) -> tuple[float, list[int]]:
     """Return the seconds of a step, and by how many bytes each rank exceeds its memory."""
+    answer = solution.ends, solution.options
+    if answer not in asked.walked:
+        asked.walked[answer] = _walked(planner, setting, asked, solution)
+    return asked.walked[answer]
+
+
+def _walked(
+    planner: Planner, setting: Setting, asked: SettingProblem, solution: PipelineSolution
+) -> tuple[float, list[int]]:
     chosen = [d[o] for d, o in zip(asked.per_call, solution.options, strict=True)]
     pricer = planner.pricer(setting.microbatch_size)
     price = plan_price(pricer, setting, solution.ends, chosen)
