@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from autoplan.interleaving import dealt
 from autoplan.search.evaluate import plain_options, stage_costs
-from autoplan.search.problem import PipelineSolution
+from autoplan.search.problem import BlockOption, PipelineSolution
 from autoplan.setting_problem import SettingProblem, even_ends_of, stage_clusters
 from autoplan.settings import Setting
 from autoplan.stage_bytes import rank_memory
@@ -21,29 +22,31 @@ __all__ = ["calibrated_capacity"]
 
 
 def calibrated_capacity(
-    planner: Planner, setting: Setting, asked: SettingProblem
+    planner: Planner, setting: Setting, asked: SettingProblem, *, at_leanest: bool = False
 ) -> tuple[int, ...]:
     """Return capacities, in memory units, that make the linear memory exact at the fastest options.
 
-    What it counts too high grows with what blocks keep, and hardly any more once that makes the
-    peak. So these capacities leave no plan out that fits, as far as that holds; one that does not
-    fit is found by the walk. Measured on even cuts, on some stages of a long pipeline; one where
-    the linear memory is too low keeps its capacity.
+    Or, where asked, at the leanest, of which it may count more too high. What it counts too high
+    grows with what blocks keep, and hardly any more once that makes the peak. So these capacities
+    leave no plan out that fits, as far as that holds; one that does not fit is found by the walk.
+    Measured on even cuts, on some stages of a long pipeline; one where the linear memory is too low
+    keeps its capacity.
     """
     pricer, problem = planner.pricer(setting.microbatch_size), asked.problem
     ends = even_ends_of(planner, setting, asked.counts)
-    fastest = tuple(
-        min(range(len(own)), key=lambda i: own[i].forward + own[i].backward)
-        for own in plain_options(problem)
+    live = (a for a, own in zip(problem.live, _spans(ends), strict=True) for _ in own)
+    options = tuple(
+        (_leanest if at_leanest else _fastest)(own, alive)
+        for own, alive in zip(plain_options(problem), live, strict=True)
     )
-    linear = [cost.memory for cost in stage_costs(problem, ends, fastest)]
-    solution = PipelineSolution(status="feasible", ends=ends, options=fastest, objective=0, bound=0)
+    linear = [cost.memory for cost in stage_costs(problem, ends, options)]
+    solution = PipelineSolution(status="feasible", ends=ends, options=options, objective=0, bound=0)
     if setting.virtual_stages > 1:
         solution = dealt(
             planner.alike_run(setting.microbatch_size), asked.options, solution, asked.counts
         )
     chosen = [d[o] for d, o in zip(asked.per_call, solution.options, strict=True)]
-    spans = [range(a, b) for a, b in pairwise((0, *solution.ends))]
+    spans = _spans(solution.ends)
     walked = _walked_ranks(setting.pp)
     excess = []
     for rank in walked:
@@ -56,6 +59,22 @@ def calibrated_capacity(
         capacity + max(0, int(more))
         for capacity, more in zip(problem.capacity, between, strict=True)
     )
+
+
+def _fastest(options: Sequence[BlockOption], alive: int) -> int:
+    return min(range(len(options)), key=lambda i: options[i].forward + options[i].backward)
+
+
+def _leanest(options: Sequence[BlockOption], alive: int) -> int:
+    def held(index: int) -> int:
+        own = options[index]
+        return own.static + alive * own.kept + own.working
+
+    return min(range(len(options)), key=held)
+
+
+def _spans(ends: Sequence[int]) -> list[range]:
+    return [range(start, end) for start, end in pairwise((0, *ends))]
 
 
 def _walked_ranks(pp: int) -> list[int]:

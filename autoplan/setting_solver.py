@@ -63,6 +63,9 @@ def _posed(planner: Planner, setting: Setting, convention: Convention, is_lean: 
             bound = time_bound(asked)
         else:
             bound = relaxed_bound(replace(asked.problem, capacity=calibrated))
+            if bound is None:  # perhaps the leanest plans alone fit
+                calibrated = _leaner(planner, setting, asked, calibrated)
+                bound = relaxed_bound(replace(asked.problem, capacity=calibrated))
         planner.posed[key] = Posed(
             asked=asked,
             calibrated=calibrated,
@@ -125,7 +128,19 @@ def _solve_convention(
         solution, is_first = _repaired(planner, setting, posed, capacity, cutoff, time_limit_s)
         if solution.options or is_first:
             break
+    if not solution.options and cutoff is None:
+        capacity = _leaner(planner, setting, posed.asked, posed.calibrated)
+        if capacity != posed.calibrated:
+            solution, _ = _repaired(planner, setting, posed, capacity, cutoff, time_limit_s)
     return replace(solution, variant=variant)
+
+
+def _leaner(
+    planner: Planner, setting: Setting, asked: SettingProblem, calibrated: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return capacities under which the leanest plans are not left out either."""
+    leaner = calibrated_capacity(planner, setting, asked, at_leanest=True)
+    return tuple(map(max, calibrated, leaner))
 
 
 def relaxation_bound(planner: Planner, setting: Setting, *, is_quick: bool = False) -> Refinement:
