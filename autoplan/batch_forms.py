@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["learn_forms"]
+__all__ = ["learn_forms", "parts_of"]
 
 
 def learn_forms(value: Any) -> None:
@@ -25,18 +25,15 @@ def learn_forms(value: Any) -> None:
         torch.export.register_dataclass(kind)
     elif isinstance(value, Mapping) and kind not in pytree.SUPPORTED_NODES:
         _register_mapping(kind)
-    for child in _children(value):
+    for child in value if isinstance(value, (tuple, list)) else parts_of(value).values():
         learn_forms(child)
 
 
-def _children(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, (tuple, list)):
-        return list(value)
+def parts_of(value: Any) -> Mapping[Any, Any]:
+    """Return what a mapping or a dataclass holds by key; nothing for what is neither."""
     if dataclasses.is_dataclass(value):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
-    return []
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return value if isinstance(value, Mapping) else {}
 
 
 def _register_mapping(kind: type[Any]) -> None:

@@ -6,7 +6,6 @@ function takes two arguments), anything else as the only argument.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoplan.assigned_states import call_and_keep_states
-from autoplan.batch_forms import learn_forms
+from autoplan.batch_forms import learn_forms, parts_of
 from autoplan.errors import TraceError
 
 __all__ = [
@@ -272,7 +271,7 @@ def _check_form(told: Any, batch: Any, where: str) -> None:
         return
     name = f"batch_dim{where}"
     if isinstance(told, Mapping):
-        parts = _parts(batch)
+        parts = parts_of(batch)
         keys = list(parts)
         for key, value in told.items():
             if key not in keys:
@@ -293,13 +292,6 @@ def _check_form(told: Any, batch: Any, where: str) -> None:
             f"{name} is {told!r}: it must be an int, None for no batch, or a mapping or tuple of "
             "those of the form of the batch"
         )
-
-
-def _parts(batch: Any) -> Mapping[Any, Any]:
-    """Return what a mapping or a dataclass holds by key; nothing for what is neither."""
-    if dataclasses.is_dataclass(batch):
-        return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    return batch if isinstance(batch, Mapping) else {}
 
 
 def _told(batch_dim: Any, path: Sequence[Any]) -> tuple[int | None, bool]:

@@ -45,7 +45,7 @@ def calibrated_capacity(
         solution = dealt(
             planner.alike_run(setting.microbatch_size), asked.options, solution, asked.counts
         )
-    chosen = [d[o] for d, o in zip(asked.per_call, solution.options, strict=True)]
+    chosen = asked.chosen(solution.options)
     spans = _spans(solution.ends)
     walked = _walked_ranks(setting.pp)
     excess = []

@@ -398,11 +398,8 @@ class Planner:
         """Return stage ends and one decision per call of a solution."""
         pricer = self.pricer(setting.microbatch_size)
         convention, is_lean = variants(pricer, setting)[solution.variant]
-        per_call = pipeline_problem(self, setting, convention, is_lean=is_lean).per_call
-        chosen = [
-            decisions[option] for decisions, option in zip(per_call, solution.options, strict=True)
-        ]
-        return solution.ends, chosen
+        asked = pipeline_problem(self, setting, convention, is_lean=is_lean)
+        return solution.ends, asked.chosen(solution.options)
 
     def write(
         self,

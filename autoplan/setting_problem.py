@@ -19,6 +19,7 @@ from autoplan.search.problem import (
     BlockOption,
     Detour,
     PipelineProblem,
+    PipelineSolution,
     Run,
 )
 from autoplan.search_options import alike, block_option
@@ -35,6 +36,7 @@ __all__ = [
     "SettingProblem",
     "borders_s",
     "even_ends_of",
+    "nothing_below",
     "pipeline_problem",
     "split_saving",
     "stage_clusters",
@@ -70,6 +72,17 @@ class SettingProblem:
     counts: Counts = ()
     walked: dict[Answer, tuple[float, list[int]]] = field(
         default_factory=dict, compare=False, repr=False
+    )
+
+    def chosen(self, options: Sequence[int]) -> list[Decision]:
+        """Return the decision of each call that an answer's options stand for."""
+        return [own[index] for own, index in zip(self.per_call, options, strict=True)]
+
+
+def nothing_below(cutoff: int | None) -> PipelineSolution:
+    """Return that no answer is below the cutoff."""
+    return PipelineSolution(
+        status="infeasible", ends=(), options=(), objective=0, bound=cutoff or 0
     )
 
 

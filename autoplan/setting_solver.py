@@ -18,6 +18,7 @@ from autoplan.search.pipeline import relaxed_bound, solve_pipeline
 from autoplan.search.problem import PipelineProblem, PipelineSolution, Status
 from autoplan.setting_problem import (
     SettingProblem,
+    nothing_below,
     pipeline_problem,
     stage_clusters,
     variants,
@@ -116,10 +117,10 @@ def _solve_convention(
     convention, is_lean = variants(planner.pricer(setting.microbatch_size), setting)[variant]
     first = convention_bound(planner, setting, convention)
     if first.infeasible is not None or (cutoff is not None and first.bound >= cutoff):
-        return _without(cutoff)
+        return nothing_below(cutoff)
     posed = _posed(planner, setting, convention, is_lean)
     if posed.bound is None or (cutoff is not None and posed.bound >= cutoff):
-        return _without(cutoff)
+        return nothing_below(cutoff)
     if has_few_plans(planner, setting):
         walked = fastest_walked(planner, setting, posed.asked, cutoff)
         if walked is not None:
@@ -175,10 +176,9 @@ def _repaired(
     pricer, asked = planner.pricer(setting.microbatch_size), posed.asked
     problem = replace(asked.problem, capacity=capacity)
     best: tuple[float, PipelineSolution] | None = None
-    limit, bound = cutoff, 0
+    limit = cutoff
     for attempt in range(_MAX_REPAIRS):
         found = _solved(setting, problem, limit, time_limit_s, posed.known)
-        bound = found.bound
         if not found.options:
             if best is None:
                 return found, attempt == 0
@@ -189,7 +189,7 @@ def _repaired(
             solution = dealt(alike, asked.options, found, asked.counts)
             if attempt == 0:
                 fitting = _paced(planner, setting, asked, problem, found)
-                if all(to_ticks(own[0]) > bound * (1 + _DEALT) for own in fitting):
+                if all(to_ticks(own[0]) > found.bound * (1 + _DEALT) for own in fitting):
                     fitting += _paced(planner, setting, asked, problem, found, is_thorough=True)
         step_time_s, excess = _step_and_excess(planner, setting, asked, solution)
         if max(excess) <= 0:
@@ -199,7 +199,7 @@ def _repaired(
         best = min(fitting, key=lambda one: one[0], default=None)
         if best is not None:
             ticks = to_ticks(best[0])
-            if max(excess) <= 0 or ticks <= bound * (1 + _DEALT):
+            if max(excess) <= 0 or ticks <= found.bound * (1 + _DEALT):
                 break
             limit = ticks if cutoff is None else min(cutoff, ticks)
         # Below what this answer takes by the linear memory, or the same answer would come again.
@@ -212,13 +212,13 @@ def _repaired(
         )
         problem = replace(problem, capacity=capacity)
     if best is None:
-        return _without(cutoff), False
+        return nothing_below(cutoff), False
     step_time_s, solution = best
     if setting.virtual_stages > 1:
         step_time_s, solution = _lighter(planner, setting, asked, step_time_s, solution)
         is_proven = found.status in ("optimal", "infeasible")
         status: Status = "optimal" if is_proven else "feasible"
-        solution = replace(solution, status=status, bound=bound)
+        solution = replace(solution, status=status, bound=found.bound)
     return _as_priced(planner, setting, posed, solution, step_time_s, cutoff), False
 
 
@@ -235,7 +235,7 @@ def _step_and_excess(
 def _walked(
     planner: Planner, setting: Setting, asked: SettingProblem, solution: PipelineSolution
 ) -> tuple[float, list[int]]:
-    chosen = [d[o] for d, o in zip(asked.per_call, solution.options, strict=True)]
+    chosen = asked.chosen(solution.options)
     pricer = planner.pricer(setting.microbatch_size)
     price = plan_price(pricer, setting, solution.ends, chosen)
     totals = [cluster.total_bytes for cluster in stage_clusters(planner.cluster, setting)]
@@ -314,13 +314,6 @@ def _lighter(
     return step_time_s, solution
 
 
-def _without(cutoff: int | None) -> PipelineSolution:
-    """Return that nothing is below the cutoff."""
-    return PipelineSolution(
-        status="infeasible", ends=(), options=(), objective=0, bound=cutoff or 0
-    )
-
-
 def _as_priced(
     planner: Planner,
     setting: Setting,
@@ -344,7 +337,7 @@ def _as_priced(
             return found
         best = listed
     # With several stages a rank there is one way to cut, so nothing is left to decide.
-    return best if cutoff is None or best.objective < cutoff else _without(cutoff)
+    return best if cutoff is None or best.objective < cutoff else nothing_below(cutoff)
 
 
 def _by_lists(
@@ -386,8 +379,8 @@ def _as_dealt(
     bound = min(objective, int(solution.bound * share))
     if cutoff is not None and objective >= cutoff:
         if bound >= cutoff:
-            return _without(cutoff)
-        return replace(_without(cutoff), status="unknown", bound=bound, is_final=is_final)
+            return nothing_below(cutoff)
+        return replace(nothing_below(cutoff), status="unknown", bound=bound, is_final=is_final)
     return replace(
         solution,
         objective=objective,

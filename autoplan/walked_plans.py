@@ -19,7 +19,12 @@ from autoplan.search.candidates import Refinement
 from autoplan.search.listing import answers_below, num_answers
 from autoplan.search.pipeline import relaxed_bound
 from autoplan.search.problem import PipelineSolution
-from autoplan.setting_problem import SettingProblem, usable_decisions, with_detours
+from autoplan.setting_problem import (
+    SettingProblem,
+    nothing_below,
+    usable_decisions,
+    with_detours,
+)
 from autoplan.settings import Setting
 from autoplan.stage_bytes import rank_memory
 from autoplan.units import to_ticks
@@ -105,11 +110,7 @@ def fastest_walked(
             bound=ticks,
             is_final=True,
         )
-    if best is not None:
-        return best
-    return PipelineSolution(
-        status="infeasible", ends=(), options=(), objective=0, bound=cutoff or 0
-    )
+    return best or nothing_below(cutoff)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,7 +135,7 @@ class _Walks:
         return True
 
     def _walked(self, rank: int, ends: Sequence[int], options: Sequence[int]) -> bool:
-        chosen = [d[o] for d, o in zip(self.asked.per_call, options, strict=True)]
+        chosen = self.asked.chosen(options)
         spans = [range(start, end) for start, end in pairwise((0, *ends))]
         device = self.planner.pricer(self.setting.microbatch_size).on_stage(self.setting, rank)
         memory = rank_memory(device, self.setting, rank, spans, chosen)
@@ -142,6 +143,6 @@ class _Walks:
 
     def ticks(self, ends: Sequence[int], options: Sequence[int]) -> int:
         """Return the ticks of a step by the lists of its schedule."""
-        chosen = [d[o] for d, o in zip(self.asked.per_call, options, strict=True)]
+        chosen = self.asked.chosen(options)
         pricer = self.planner.pricer(self.setting.microbatch_size)
         return to_ticks(plan_price(pricer, self.setting, ends, chosen).step_time_s)
