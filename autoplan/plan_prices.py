@@ -15,7 +15,14 @@ from autoplan.split_steps import saved_by_block, steps_with_split
 from autoplan.stage_bytes import rank_memory
 from autoplan.step_costs import pipeline_step_s
 
-__all__ = ["PlanPrice", "plan_lookups", "plan_price"]
+__all__ = [
+    "PlanPrice",
+    "StageSeconds",
+    "plan_lookups",
+    "plan_price",
+    "stage_seconds",
+    "step_seconds",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +54,9 @@ def plan_price(
         Step time: that of the pipeline and the slowest once-a-step part.
     """
     spans = [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
-    memories, once = [], []
-    stages = [_stage_seconds(pricer, setting, s, spans, decisions) for s in range(len(spans))]
-    rank_s = [sum(stage.total_s for stage in stages[r :: setting.pp]) for r in range(setting.pp)]
+    memories = []
+    stages = [stage_seconds(pricer, setting, s, spans, decisions) for s in range(len(spans))]
+    rank_s, once = _rank_seconds(stages, setting)
     totals: dict[str, float] = dict.fromkeys(
         ("compute", "recompute", "tensor_parallel", "zero", "optimizer", "pipeline"), 0.0
     )
@@ -58,10 +65,9 @@ def plan_price(
     for rank, seconds in enumerate(rank_s):
         device = pricer.on_stage(setting, rank)
         own = range(rank, len(spans), setting.pp)
-        prices = [device.price(c, decisions[c], setting) for s in own for c in spans[s]]
-        once.append(sum(p.once_s for p in prices))
-        by_category = _summed(p.by_category for p in prices)
         if seconds > slowest[0]:
+            prices = [device.price(c, decisions[c], setting) for s in own for c in spans[s]]
+            by_category = _summed(p.by_category for p in prices)
             border_s = sum(stages[stage].border_s for stage in own)
             slowest = (seconds, {**by_category, "pipeline": border_s})
         memories.append(rank_memory(device, setting, rank, spans, decisions))
@@ -110,11 +116,12 @@ def plan_lookups(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _StageSeconds:
-    """Seconds of one micro-batch on a stage.
+class StageSeconds:
+    """Seconds of one micro-batch on a stage, and of what it does once a step.
 
     Attributes:
         forward_s, backward_s: of its blocks.
+        once_s: of its blocks, once a step.
         border_s: of transfers and of the host at its borders.
         weights_s: of the backward, what a split leaves for later.
         saved_s: sum over its blocks of `split_steps.saved_by_block`.
@@ -122,6 +129,7 @@ class _StageSeconds:
 
     forward_s: float
     backward_s: float
+    once_s: float
     border_s: float
     weights_s: float
     saved_s: float
@@ -132,22 +140,24 @@ class _StageSeconds:
         return self.forward_s + self.backward_s + self.border_s
 
 
-def _stage_seconds(
+def stage_seconds(
     pricer: Pricer,
     setting: Setting,
     stage: int,
     spans: Sequence[range],
     decisions: Sequence[Decision],
-) -> _StageSeconds:
+) -> StageSeconds:
+    """Return the seconds of a stage; `spans` are the calls of every stage, `decisions` of each."""
     device, calls = pricer.on_stage(setting, stage % setting.pp), spans[stage]
     prices = [device.price(c, decisions[c], setting) for c in calls]
     weights = [0.0] * len(calls)
     if setting.schedule == "zero_bubble" and stage_backward(pricer.trace, calls) != "whole":
         blocks = (device.base(pricer.trace.calls[c].block, decisions[c], setting.tp) for c in calls)
         weights = [device.deferred_s(block, setting) for block in blocks]
-    return _StageSeconds(
+    return StageSeconds(
         forward_s=sum(p.forward_s for p in prices),
         backward_s=sum(p.backward_s for p in prices),
+        once_s=sum(p.once_s for p in prices),
         border_s=_stage_transfer_s(pricer, setting, stage, spans, decisions),
         weights_s=sum(weights),
         saved_s=sum(
@@ -157,9 +167,22 @@ def _stage_seconds(
     )
 
 
-def _pipeline_s(
-    rank_s: Sequence[float], stages: Sequence[_StageSeconds], setting: Setting
-) -> float:
+def step_seconds(stages: Sequence[StageSeconds], setting: Setting) -> float:
+    """Return the seconds of a step: that of the pipeline and the slowest once-a-step part."""
+    rank_s, once = _rank_seconds(stages, setting)
+    return _pipeline_s(rank_s, stages, setting) + max(once)
+
+
+def _rank_seconds(
+    stages: Sequence[StageSeconds], setting: Setting
+) -> tuple[list[float], list[float]]:
+    """Return the seconds of each rank: of a micro-batch, and once a step."""
+    ranks = [stages[rank :: setting.pp] for rank in range(setting.pp)]
+    once = [sum(stage.once_s for stage in own) for own in ranks]
+    return [sum(stage.total_s for stage in own) for own in ranks], once
+
+
+def _pipeline_s(rank_s: Sequence[float], stages: Sequence[StageSeconds], setting: Setting) -> float:
     """Return the seconds of all forwards and backwards; borders are half of either."""
     by_stage = [stage.total_s for stage in stages] if setting.virtual_stages > 1 else ()
     whole_s = pipeline_step_s(rank_s, setting, by_stage)

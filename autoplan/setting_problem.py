@@ -13,6 +13,7 @@ from autoplan.costs import Pricer
 from autoplan.frontiers import Decision
 from autoplan.graph import Trace
 from autoplan.interleaving import Alike, Counts, rank_ends, stage_counts
+from autoplan.plan_prices import StageSeconds
 from autoplan.schedules import MULTI_STAGE
 from autoplan.search.problem import (
     SLOWNESS_UNIT,
@@ -49,8 +50,8 @@ _GRAIN_BITS = 12  # a stage's time is rounded up by 2**-12 of it at most, 0.025 
 _ONCE_GRAIN_BITS = 10  # what is paid once a step by 2**-10 of the step at most, 0.1 %
 _MOST_EXACT_BLOCKS = 16
 
-Answer = tuple[tuple[int, ...], tuple[int, ...]]
-"""Ends of stages, and options of calls."""
+PartKey = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""A stage or a rank, the ends of all stages, and the options of its calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,17 +63,17 @@ class SettingProblem:
         per_call: the decisions behind its options.
         options: of each call, with its own times; those of the problem may differ, see `_thinned`.
         counts: alike blocks of each stage, where ranks have several; empty elsewhere.
-        walked: by ends and options, the seconds of a step and by how many bytes ranks exceed their
-            memory, of answers that were walked exactly.
+        stage_s: by stage, ends and its options, the seconds of stages that were priced exactly.
+        excess: by rank, ends and its options, by how many bytes ranks that were walked exceed their
+            memory.
     """
 
     problem: PipelineProblem
     per_call: Sequence[tuple[Decision, ...]]
     options: Sequence[tuple[BlockOption, ...]]
     counts: Counts = ()
-    walked: dict[Answer, tuple[float, list[int]]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
+    stage_s: dict[PartKey, StageSeconds] = field(default_factory=dict, compare=False, repr=False)
+    excess: dict[PartKey, int] = field(default_factory=dict, compare=False, repr=False)
 
     def chosen(self, options: Sequence[int]) -> list[Decision]:
         """Return the decision of each call that an answer's options stand for."""

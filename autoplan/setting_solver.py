@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from autoplan.answer_prices import answer_step_s, rank_excess
 from autoplan.bounds import convention_bound, least_bound
 from autoplan.calibration import calibrated_capacity
 from autoplan.conventions import Convention
@@ -226,21 +227,8 @@ def _step_and_excess(
     planner: Planner, setting: Setting, asked: SettingProblem, solution: PipelineSolution
 ) -> tuple[float, list[int]]:
     """Return the seconds of a step, and by how many bytes each rank exceeds its memory."""
-    answer = solution.ends, solution.options
-    if answer not in asked.walked:
-        asked.walked[answer] = _walked(planner, setting, asked, solution)
-    return asked.walked[answer]
-
-
-def _walked(
-    planner: Planner, setting: Setting, asked: SettingProblem, solution: PipelineSolution
-) -> tuple[float, list[int]]:
-    chosen = asked.chosen(solution.options)
-    pricer = planner.pricer(setting.microbatch_size)
-    price = plan_price(pricer, setting, solution.ends, chosen)
-    totals = [cluster.total_bytes for cluster in stage_clusters(planner.cluster, setting)]
-    excess = [m.peak - total for m, total in zip(price.memory, totals, strict=True)]
-    return price.step_time_s, excess
+    excess = [rank_excess(planner, setting, asked, solution, r) for r in range(setting.pp)]
+    return answer_step_s(planner, setting, asked, solution), excess
 
 
 def _paced(

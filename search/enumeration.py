@@ -22,7 +22,7 @@ __all__ = ["SLACK", "Enumerated", "best_within"]
 
 SLACK = 1e-9  # of a bound in floating point, relative to it
 _MAX_LABELS = 4000
-_SOME_LABELS = 500  # where there are more
+_SOME_LABELS = 1000  # where there are more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

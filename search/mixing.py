@@ -15,10 +15,11 @@ it, until there is something.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
+from itertools import pairwise, takewhile
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,8 @@ from autoplan.search.problem import BlockOption, Run
 __all__ = ["Mix", "mix_options"]
 
 _PRICE_STEPS = 16
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +44,7 @@ class Mix:
     bound: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Point:
+class _Point(NamedTuple):
     """An option as a knapsack sees it."""
 
     option: int
@@ -67,6 +69,97 @@ class _Relaxed:
     rate: float
 
 
+@dataclass(slots=True, kw_only=True)
+class _Table:
+    """The runs of a stage, with their options as knapsacks see them at levels and prices.
+
+    Attributes:
+        levels: of working memory, the least at which all runs have an option first.
+        numbers: of each run, held, time and once of its options at each level, [level, option];
+            infinite time where an option needs more.
+        rates: the last that a relaxation at each level had.
+        points: cache of `at`.
+    """
+
+    runs: Sequence[Run]
+    live: int
+    levels: list[int] = field(init=False)
+    numbers: list[tuple[Floats, Floats, Floats]] = field(init=False)
+    rates: Floats = field(init=False)
+    points: dict[tuple[int, int, float], tuple[list[_Point], list[_Point]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        least = max(min(option.working for option in run.options) for run in self.runs)
+        levels = {option.working for run in self.runs for option in run.options}
+        self.levels = sorted(level for level in levels if level >= least)
+        self.points, self.rates, self.numbers = {}, np.full(len(self.levels), np.nan), []
+        for run in self.runs:
+            rows = [(o.static + self.live * o.kept, _time(o), o.once) for o in run.options]
+            held, time, once = np.array(rows, dtype=np.float64).T
+            working = np.array([option.working for option in run.options])
+            is_over = working > np.array(self.levels)[:, None]
+            self.numbers.append((held, np.where(is_over, np.inf, time), once))
+
+    def at(self, index: int, level: int, price: float) -> tuple[list[_Point], list[_Point]]:
+        """Return the options of a run that need no more than a level, and their lower hull."""
+        key = (index, level, price)
+        if key not in self.points:
+            points = [
+                _Point(
+                    number,
+                    option.static + self.live * option.kept,
+                    _time(option) + price * option.once,
+                )
+                for number, option in enumerate(self.runs[index].options)
+                if option.working <= level
+            ]
+            self.points[key] = (points, _hull(points))
+        return self.points[key]
+
+    def moves(self, level: int, price: float) -> list[tuple[float, int, _Point, _Point]]:
+        """Return what `_Relaxed.moves` says, of all runs."""
+        hulls = (self.at(index, level, price)[1] for index in range(len(self.runs)))
+        found = (
+            ((b.cost - a.cost) / (b.held - a.held), index, a, b)
+            for index, hull in enumerate(hulls)
+            for a, b in pairwise(hull)
+        )
+        return sorted(found, key=lambda move: (move[0], move[1], move[2].held))
+
+    def least(self, level: int, price: float) -> tuple[int, float]:
+        """Return what all blocks hold and cost where each holds least."""
+        first = [self.at(index, level, price)[1][0] for index in range(len(self.runs))]
+        held = sum(run.count * point.held for run, point in zip(self.runs, first, strict=True))
+        cost = sum(run.count * point.cost for run, point in zip(self.runs, first, strict=True))
+        return held, cost
+
+    def least_costs(self, room: int, price: float) -> Floats:
+        """Return what no relaxation of a level is below, by the rates that it had before."""
+        rooms = room - np.array(self.levels)
+        costs = -self.rates * rooms
+        for run, (held, time, once) in zip(self.runs, self.numbers, strict=True):
+            costs += run.count * (time + price * once + self.rates[:, None] * held).min(axis=1)
+        return np.where(np.isnan(self.rates), -np.inf, costs - np.abs(costs) * SLACK)
+
+    def relaxed(self, room: int, price: float) -> Iterator[_Relaxed]:
+        """Yield the relaxation at every level at which something fits, cheapest first."""
+        least = self.least_costs(room, price).tolist()
+        waiting: list[tuple[float, int, int, _Relaxed | None]] = [
+            (cost, 0, number, None) for number, cost in enumerate(least)
+        ]
+        heapify(waiting)
+        while waiting:
+            _, _, number, found = heappop(waiting)
+            if found is not None:
+                yield found
+                continue
+            level = self.levels[number]
+            found = _relaxed(self, room - level, level, price)
+            if found is not None:
+                self.rates[number] = found.rate
+                heappush(waiting, (found.cost, 1, number, found))
+
+
 def mix_options(
     runs: Sequence[Run],
     live: int,
@@ -89,16 +182,17 @@ def mix_options(
         The mix; without counts if none was found, which proves nothing. The bound holds for every
         mix within the limits.
     """
-    found = _priced_mix(runs, live, room, 0.0, most_once)
+    table = _Table(runs=runs, live=live)
+    found = _priced_mix(table, room, 0.0, most_once)
     if not found.counts:
         return found
     if found.once <= most_once:
-        return _proven_mix(runs, live, room, most_once, grain, found, 0.0, is_thorough)
+        return _proven_mix(table, room, most_once, grain, found, 0.0, is_thorough)
     best, bound, low, high = None, found.bound, 0.0, _first_price(runs)
     best_price = 0.0
     for _ in range(_PRICE_STEPS):
         price = high if best is None else (low + high) / 2
-        tried = _priced_mix(runs, live, room, price, most_once)
+        tried = _priced_mix(table, room, price, most_once)
         if tried.bound > bound:
             bound, best_price = tried.bound, price
         if tried.once > most_once:
@@ -112,7 +206,7 @@ def mix_options(
     best = replace(best, bound=bound)
     if not is_thorough:
         return best
-    return _proven_mix(runs, live, room, most_once, grain, best, best_price, is_thorough)
+    return _proven_mix(table, room, most_once, grain, best, best_price, is_thorough)
 
 
 def _first_price(runs: Sequence[Run]) -> float:
@@ -122,20 +216,21 @@ def _first_price(runs: Sequence[Run]) -> float:
     return max(time, 1) / max(once, 1)
 
 
-def _priced_mix(runs: Sequence[Run], live: int, room: int, price: float, most_once: int) -> Mix:
+def _priced_mix(table: _Table, room: int, price: float, most_once: int) -> Mix:
     """Return the best mix over all levels of working memory, with `once` at a price."""
     best: tuple[float, tuple[tuple[int, ...], ...]] | None = None
-    levels = _levels(runs, live, room, price)
-    for relaxed in sorted(levels, key=lambda level: level.cost):
-        if best is not None and relaxed.cost >= best[0]:
+    bound = 0.0
+    for relaxed in table.relaxed(room, price):
+        if best is None:
+            bound = relaxed.cost
+        elif relaxed.cost >= best[0]:
             break
-        counts, cost = _whole_mix(runs, live, price, relaxed)
+        counts, cost = _whole_mix(table, price, relaxed)
         if best is None or cost < best[0]:
             best = (cost, counts)
     if best is None:
         return Mix(counts=(), time=0, once=0, bound=0)
-    bound = min(level.cost for level in levels)
-    return _mix_of(runs, best[1], bound - price * most_once - abs(bound) * SLACK)
+    return _mix_of(table.runs, best[1], bound - price * most_once - abs(bound) * SLACK)
 
 
 def _mix_of(runs: Sequence[Run], counts: tuple[tuple[int, ...], ...], bound: float) -> Mix:
@@ -153,34 +248,16 @@ def _mix_of(runs: Sequence[Run], counts: tuple[tuple[int, ...], ...], bound: flo
     )
 
 
-def _levels(runs: Sequence[Run], live: int, room: int, price: float) -> list[_Relaxed]:
-    """Return the relaxation at every level of working memory at which something fits."""
-    least = max(min(option.working for option in run.options) for run in runs)
-    levels = {option.working for run in runs for option in run.options if option.working >= least}
-    found = (_relaxed(runs, live, room - level, level, price) for level in sorted(levels))
-    return [relaxed for relaxed in found if relaxed is not None]
-
-
-def _relaxed(
-    runs: Sequence[Run], live: int, room: int, level: int, price: float
-) -> _Relaxed | None:
+def _relaxed(table: _Table, room: int, level: int, price: float) -> _Relaxed | None:
     """Return the relaxation at a level, or None if nothing holds so little."""
-    hulls = [_points(run.options, live, level, price)[1] for run in runs]
-    left = room - sum(run.count * hull[0].held for run, hull in zip(runs, hulls, strict=True))
+    held, cost = table.least(level, price)
+    left = room - held
     if left < 0:
         return None
-    cost = sum(run.count * hull[0].cost for run, hull in zip(runs, hulls, strict=True))
-    moves = sorted(
-        (
-            ((b.cost - a.cost) / (b.held - a.held), index, a, b)
-            for index, hull in enumerate(hulls)
-            for a, b in pairwise(hull)
-        ),
-        key=lambda move: (move[0], move[1], move[2].held),
-    )
+    moves = table.moves(level, price)
     rate = 0.0
     for rate_of_move, index, before, after in moves:
-        wanted = runs[index].count * (after.held - before.held)
+        wanted = table.runs[index].count * (after.held - before.held)
         cost += rate_of_move * min(wanted, left)
         if wanted > left:
             rate = -rate_of_move
@@ -190,14 +267,13 @@ def _relaxed(
 
 
 def _whole_mix(
-    runs: Sequence[Run], live: int, price: float, relaxed: _Relaxed
+    table: _Table, price: float, relaxed: _Relaxed
 ) -> tuple[tuple[tuple[int, ...], ...], float]:
     """Return counts of whole blocks near a relaxation, and their cost."""
-    tables = [_points(run.options, live, relaxed.level, price) for run in runs]
+    runs = table.runs
+    tables = [table.at(index, relaxed.level, price) for index in range(len(runs))]
     counts = [{hull[0]: run.count} for run, (_, hull) in zip(runs, tables, strict=True)]
-    left = relaxed.room - sum(
-        run.count * hull[0].held for run, (_, hull) in zip(runs, tables, strict=True)
-    )
+    left = relaxed.room - table.least(relaxed.level, price)[0]
     for _, index, before, after in relaxed.moves:
         step = after.held - before.held
         whole = min(counts[index].get(before, 0), left // step)
@@ -217,26 +293,8 @@ def _per_option(run: Run, counts: dict[_Point, int]) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-@lru_cache(maxsize=4096)
-def _points(
-    options: tuple[BlockOption, ...], live: int, level: int, price: float
-) -> tuple[list[_Point], list[_Point]]:
-    """Return the options that need no more working memory than a level, and their lower hull."""
-    points = [
-        _Point(
-            index,
-            option.static + live * option.kept,
-            option.forward + option.backward + price * option.once,
-        )
-        for index, option in enumerate(options)
-        if option.working <= level
-    ]
-    return points, _hull(points)
-
-
 def _proven_mix(
-    runs: Sequence[Run],
-    live: int,
+    table: _Table,
     room: int,
     most_once: int,
     grain: int,
@@ -252,18 +310,17 @@ def _proven_mix(
         is_thorough: follow some mixes where there are too many.
         others: as in `mix_options`.
     """
-    levels = _levels(runs, live, room, price)
+    most = found.time + abs(found.time) * SLACK + price * most_once
+    levels = list(takewhile(lambda level: level.cost <= most, table.relaxed(room, price)))
     step, bound = grain, found.bound
     while -(-bound // grain) < -(-found.time // grain):
         wanted = min(-(-bound // grain) * grain + step - grain, found.time - 1)
         bound_after, is_proof = wanted + 1, True
         for relaxed in levels:
-            counts, are_all = _best_within(
-                runs, live, relaxed, price, most_once, wanted, is_thorough
-            )
+            counts, are_all = _best_within(table, relaxed, price, most_once, wanted, is_thorough)
             is_proof &= are_all
             if counts:
-                found = _mix_of(runs, counts, bound)
+                found = _mix_of(table.runs, counts, bound)
                 wanted = found.time - 1
         if not is_proof:
             break
@@ -272,8 +329,7 @@ def _proven_mix(
 
 
 def _best_within(
-    runs: Sequence[Run],
-    live: int,
+    table: _Table,
     relaxed: _Relaxed,
     price: float,
     most_once: int,
@@ -283,7 +339,8 @@ def _best_within(
     """Return counts of a time up to `wanted`, () if there are none, and whether that is proven."""
     if relaxed.cost - price * most_once > wanted + abs(wanted) * SLACK:
         return (), True
-    tables = [_points(run.options, live, relaxed.level, price)[0] for run in runs]
+    runs = table.runs
+    tables = [table.at(index, relaxed.level, price)[0] for index in range(len(runs))]
     found = best_within(
         [run.count for run in runs],
         [_numbers(run, points) for run, points in zip(runs, tables, strict=True)],
@@ -349,3 +406,7 @@ def _improve(
         left -= after.held - before.held
         counts[index][before] -= 1
         counts[index][after] = counts[index].get(after, 0) + 1
+
+
+def _time(option: BlockOption) -> int:
+    return option.forward + option.backward

@@ -124,6 +124,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "bounds",
         "walked_plans",
         "calibration",
+        "answer_prices",
         "setting_solver",
         "verifier",
         "report",
