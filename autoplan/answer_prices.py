@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from autoplan.plan_prices import stage_seconds, step_seconds
+from autoplan.plan_prices import StageSeconds, stage_seconds, step_seconds
 from autoplan.search.problem import PipelineSolution
 from autoplan.setting_problem import SettingProblem
 from autoplan.settings import Setting
@@ -19,13 +19,20 @@ from autoplan.stage_bytes import rank_memory
 if TYPE_CHECKING:
     from autoplan.planner import Planner
 
-__all__ = ["answer_step_s", "rank_excess"]
+__all__ = ["answer_stages", "answer_step_s", "rank_excess"]
 
 
 def answer_step_s(
     planner: Planner, setting: Setting, asked: SettingProblem, solution: PipelineSolution
 ) -> float:
     """Return the seconds of a step of an answer, as `plan_price` does."""
+    return step_seconds(answer_stages(planner, setting, asked, solution), setting)
+
+
+def answer_stages(
+    planner: Planner, setting: Setting, asked: SettingProblem, solution: PipelineSolution
+) -> list[StageSeconds]:
+    """Return the seconds of each stage of an answer."""
     pricer, spans = planner.pricer(setting.microbatch_size), _spans(solution.ends)
     chosen = asked.chosen(solution.options)
     stages = []
@@ -34,7 +41,7 @@ def answer_step_s(
         if key not in asked.stage_s:
             asked.stage_s[key] = stage_seconds(pricer, setting, stage, spans, chosen)
         stages.append(asked.stage_s[key])
-    return step_seconds(stages, setting)
+    return stages
 
 
 def rank_excess(

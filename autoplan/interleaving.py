@@ -35,6 +35,7 @@ __all__ = [
     "paced",
     "rank_ends",
     "stage_counts",
+    "stage_ends",
 ]
 
 _WORKING_LIMITS = 2  # of what blocks may work in, tried beside what they do
@@ -205,6 +206,13 @@ def _thin(counts: list[list[int]], spare: int) -> bool:
 def rank_ends(alike: Alike, counts: Counts) -> tuple[int, ...]:
     """Return ends of the ranks' shares in the chain, as if each rank's blocks lay together."""
     ends = [alike.calls.start + blocks for blocks in accumulate(map(sum, counts))]
+    return (*ends[:-1], alike.num_calls)
+
+
+def stage_ends(alike: Alike, counts: Counts) -> tuple[int, ...]:
+    """Return ends of the stages in the chain, the first stages of all ranks first."""
+    rounds = (blocks for of_round in zip(*counts, strict=True) for blocks in of_round)
+    ends = [alike.calls.start + blocks for blocks in accumulate(rounds)]
     return (*ends[:-1], alike.num_calls)
 
 

@@ -10,6 +10,7 @@ from autoplan.answer_prices import answer_step_s, rank_excess
 from autoplan.bounds import convention_bound, least_bound
 from autoplan.calibration import calibrated_capacity
 from autoplan.conventions import Convention
+from autoplan.dealing import DealtPlan, dealt_plan
 from autoplan.interleaving import dealt, lightened, paced
 from autoplan.plan_prices import plan_price
 from autoplan.search.candidates import NOTHING_FITS, Refinement
@@ -126,8 +127,16 @@ def _solve_convention(
         walked = fastest_walked(planner, setting, posed.asked, cutoff)
         if walked is not None:
             return replace(walked, variant=variant)
+    by_stages = None
+    if setting.virtual_stages > 1 and any(len(own) > 1 for own in posed.asked.options):
+        by_stages = dealt_plan(planner, setting, posed.asked, cutoff)
+        proven = _proven(by_stages, posed.bound, cutoff)
+        if proven is not None:
+            return replace(proven, variant=variant)
     for capacity in dict.fromkeys((posed.calibrated, posed.asked.problem.capacity)):
-        solution, is_first = _repaired(planner, setting, posed, capacity, cutoff, time_limit_s)
+        solution, is_first = _repaired(
+            planner, setting, posed, capacity, cutoff, time_limit_s, by_stages
+        )
         if solution.options or is_first:
             break
     if not solution.options and cutoff is None:
@@ -135,6 +144,18 @@ def _solve_convention(
         if capacity != posed.calibrated:
             solution, _ = _repaired(planner, setting, posed, capacity, cutoff, time_limit_s)
     return replace(solution, variant=variant)
+
+
+def _proven(plan: DealtPlan, bound: int, cutoff: int | None) -> PipelineSolution | None:
+    """Return a plan that was decided by stages as an answer, if its bound proves it."""
+    bound = max(bound, plan.bound)
+    if cutoff is not None and bound >= cutoff:
+        return nothing_below(cutoff)
+    if plan.best is None:
+        return None
+    step_time_s, solution = plan.best
+    found = _as_dealt(replace(solution, status="optimal", bound=bound), step_time_s, cutoff)
+    return found if found.status in ("optimal", "infeasible") else None
 
 
 def _leaner(
@@ -168,15 +189,19 @@ def _repaired(
     capacity: tuple[int, ...],
     cutoff: int | None,
     time_limit_s: float,
+    by_stages: DealtPlan | None = None,
 ) -> tuple[PipelineSolution, bool]:
     """Return a solution that fits exactly, or one without options, and if that came at once.
 
     With several stages a rank one under common paces may fit before the shares, as they are dealt,
-    do; where it is not proven by their bound, the shares are repaired all the same.
+    do; where it is not proven by their bound, the shares are repaired all the same. `by_stages`: an
+    answer that fits, with a bound of its own.
     """
     pricer, asked = planner.pricer(setting.microbatch_size), posed.asked
     problem = replace(asked.problem, capacity=capacity)
     best: tuple[float, PipelineSolution] | None = None
+    if by_stages is not None:
+        best = by_stages.best
     limit = cutoff
     for attempt in range(_MAX_REPAIRS):
         found = _solved(setting, problem, limit, time_limit_s, posed.known)
@@ -219,7 +244,8 @@ def _repaired(
         step_time_s, solution = _lighter(planner, setting, asked, step_time_s, solution)
         is_proven = found.status in ("optimal", "infeasible")
         status: Status = "optimal" if is_proven else "feasible"
-        solution = replace(solution, status=status, bound=found.bound)
+        bound = max(found.bound, 0 if by_stages is None else by_stages.bound)
+        solution = replace(solution, status=status, bound=bound)
     return _as_priced(planner, setting, posed, solution, step_time_s, cutoff), False
 
 

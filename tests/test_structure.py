@@ -125,6 +125,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "walked_plans",
         "calibration",
         "answer_prices",
+        "dealing",
         "setting_solver",
         "verifier",
         "report",
