@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoplan import compat, layout_numerics, sharded_ops
+from autoplan import compat, layout_numerics, rank_numerics, sharded_ops
 from autoplan.cluster import Cluster
 from autoplan.dry_run_result import LayoutNumerics
 from autoplan.graph import ShardOption
@@ -177,7 +177,7 @@ def test_a_check_that_does_not_end_is_not_run(
 def test_a_check_that_ends_its_process_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = block_of("gpt")
     axes = megatron_axes(graph, shard_options(graph))
-    compare = layout_numerics.compare_layout
+    compare = rank_numerics.compare_layout
 
     def dies(graph: BlockGraph, options: Any, axes: Any, degree: int, **more: Any) -> Any:
         return os._exit(1) if degree == 4 else compare(graph, options, axes, degree, **more)
