@@ -81,7 +81,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "layout_check",
         "tracer",
     ),
-    ("limits", "engines", "optimizers"),
+    ("limits", "engines", "optimizers", "expert_parallel"),
     ("op_classes",),
     (
         "settings",
