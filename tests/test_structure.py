@@ -80,6 +80,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cuda_autocast",
         "layout_check",
         "tracer",
+        "program_pickles",
     ),
     ("limits", "engines", "optimizers", "expert_parallel"),
     ("op_classes",),
