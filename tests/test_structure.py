@@ -82,7 +82,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "tracer",
         "program_pickles",
     ),
-    ("limits", "engines", "optimizers"),
+    ("limits", "engines", "optimizers", "expert_parallel"),
     ("op_classes",),
     (
         "settings",
