@@ -16,7 +16,7 @@ from autoplan.layout_check import fsdp_can_slice
 from autoplan.search.candidates import Refinement
 from autoplan.search.problem import Run
 from autoplan.search.together import together_bound
-from autoplan.search_options import alike, block_option, least_option
+from autoplan.search_options import alike, block_options, least_option
 from autoplan.setting_problem import borders_s, split_saving, usable_decisions, with_detours
 from autoplan.settings import Setting
 from autoplan.shared_writes import changed_parameter_text, lost_under
@@ -393,17 +393,17 @@ def _together(planner: Planner, setting: Setting, convention: Convention) -> int
     for calls in alike(pricer, setting):
         call = calls[0]
         block = pricer.trace.calls[call].block
-        options = []
         plain = usable_decisions(pricer, block, setting, convention)
         decisions, detours = with_detours(pricer, block, setting, convention, plain)
-        for decision in decisions:
-            work = pricer.base(block, decision, setting.tp)
-            less = work.memory.held_output_bytes
-            option = block_option(pricer, call, decision, setting, live[-1])
-            if setting.schedule == "zero_bubble":
-                less += work.deferred.nbytes + work.deferred.released_bytes
-            kept = max(0, option.kept - -(-less // unit))
-            options.append(replace(option, kept=kept, once=v * option.once))
+        table = pricer.table(block, decisions, setting.tp)
+        less = table.held_output_bytes
+        if setting.schedule == "zero_bubble":
+            less = less + table.deferred_bytes + table.released_bytes
+        found = block_options(pricer, call, decisions, setting, live[-1])
+        options = [
+            replace(option, kept=max(0, option.kept - shared), once=v * option.once)
+            for option, shared in zip(found, (-(-less // unit)).tolist(), strict=True)
+        ]
         runs.append(Run(count=len(calls), options=tuple(options), detours=detours))
     clusters = [planner.cluster.on_stage(setting, stage) for stage in range(setting.pp)]
     bound = together_bound(

@@ -115,6 +115,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("frontiers", "conventions"),
     ("decomposed",),
     ("block_work", "call_prices"),
+    ("decision_tables",),
     ("costs",),
     ("stage_bytes",),
     ("search_options", "plan_prices", "reserved", "interleaving"),
