@@ -60,6 +60,7 @@ class Pricer:
         frontiers: solves the problems of block classes.
         options, least: what `search_options` has made, by kind of call.
         least_kept: what `held` has found, likewise.
+        alone, fastest_calls: what `bounds` has found: of a setting, of a degree, by convention.
         alike: what `search_options.alike` has found, with one stage and with several.
     """
 
@@ -90,6 +91,8 @@ class Pricer:
     options: dict[tuple[object, ...], tuple[BlockOption, ...]] = field(default_factory=dict)
     least: dict[tuple[object, ...], BlockOption] = field(default_factory=dict)
     least_kept: dict[tuple[object, ...], dict[GroupBytes, int]] = field(default_factory=dict)
+    alone: dict[tuple[Setting, Convention], int] = field(default_factory=dict)
+    fastest_calls: dict[tuple[int, Convention], list[float]] = field(default_factory=dict)
     alike: dict[bool, list[list[int]]] = field(default_factory=dict)
     _held: list[frozenset[str]] | None = None
     _num_nodes: int | None = None
