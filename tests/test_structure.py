@@ -40,7 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "plan",
         "tensor_layout",
     ),
-    ("redistribution", "program", "hf", "interpreter", "processes"),
+    ("redistribution", "program", "hf", "interpreter", "processes", "garbage"),
     ("collectives", "thread_ranks"),
     (
         "autocast",
