@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from autoplan.conventions import WHOLE, Convention, StateSlices, possible_conven
 from autoplan.decision_tables import DecisionTable, Groups
 from autoplan.deferral import graph_nodes
 from autoplan.detours import DetourDecisions, hands_to_alike
+from autoplan.expert_parallel import expert_states
 from autoplan.frontiers import Decision, Frontiers
 from autoplan.graph import Trace
 from autoplan.local import localize
@@ -275,7 +276,10 @@ class Pricer:
 
     def _new_timer(self, tp: int, is_glue: bool, tally: Tally) -> Timer:
         dtype = None if is_glue else self.workload.product_dtype
-        return Timer(self.cluster, tp, tally, dtype, self.workload.attention_kernel)
+        workload = self.workload
+        return Timer(
+            self.cluster, tp, tally, dtype, workload.attention_kernel, experts=workload.experts
+        )
 
     def lookups(self, block: int, decision: Decision, tp: int) -> Counter[str]:
         """Return how the times of a block's ops are found, forward and backward each."""
@@ -331,7 +335,7 @@ class Pricer:
         """
         is_new = self._new_states(call, held)
         held.update(self._canonical(call))
-        return self._group_of(call, decision, setting.tp, is_new)
+        return self._group_of(call, decision, setting, is_new)
 
     def _new_states(self, call: int, held: Collection[str]) -> tuple[bool, ...]:
         """Return for each state of a call whether no earlier one, nor another call, has it."""
@@ -341,13 +345,25 @@ class Pricer:
         )
 
     def _group_of(
-        self, call: int, decision: Decision, tp: int, is_new: tuple[bool, ...]
+        self, call: int, decision: Decision, setting: Setting, is_new: tuple[bool, ...]
     ) -> GroupBytes:
-        block = self.trace.calls[call].block
-        key = (block, tp, decision.layout, is_new)
+        block, tp, copies = self.trace.calls[call].block, setting.tp, self._expert_copies(setting)
+        key = (block, tp, decision.layout, is_new, copies)
         if key not in self._groups:
-            self._groups[key] = self._make_group(block, decision, tp, is_new)
+            group = self._make_group(block, decision, tp, is_new)
+            states = expert_states(self.trace.blocks[block]) if copies else frozenset()
+            if states:
+                names = (state.name for state in self.trace.blocks[block].states)
+                own = [new and n in states for n, new in zip(names, is_new, strict=True)]
+                part = replace(self._make_group(block, decision, tp, own), copies=copies)
+                group = replace(group, experts=part)
+            self._groups[key] = group
         return self._groups[key]
+
+    def _expert_copies(self, setting: Setting) -> int:
+        """Return how many ranks hold the same experts where those are divided, else 0."""
+        experts = self.workload.experts
+        return experts.copies(setting.dp, setting.tp) if experts.degree > 1 else 0
 
     def _canonical(self, call: int) -> tuple[str, ...]:
         """Return one name for each state of a call, the same wherever a parameter is shared."""
@@ -393,7 +409,7 @@ class Pricer:
         Without a pipeline a parameter of several calls counts with the first; with one, calls that
         share it usually lie on different stages, and each counts it.
         """
-        return self._group_of(call, decision, setting.tp, self._own_states(call, setting))
+        return self._group_of(call, decision, setting, self._own_states(call, setting))
 
     def _own_states(self, call: int, setting: Setting) -> tuple[bool, ...]:
         """Return which states of a call are in `own_group`."""
@@ -406,13 +422,14 @@ class Pricer:
         """Return `own_group` of each of some decisions."""
         table = self.table(self.trace.calls[call].block, decisions, setting.tp)
         is_new = self._own_states(call, setting)
-        if is_new not in table.groups:
-            groups = [self._group_of(call, d, setting.tp, is_new) for d in decisions]
+        key = (is_new, self._expert_copies(setting))
+        if key not in table.groups:
+            groups = [self._group_of(call, d, setting, is_new) for d in decisions]
             places = {group: place for place, group in enumerate(dict.fromkeys(groups))}
-            table.groups[is_new] = Groups(
+            table.groups[key] = Groups(
                 distinct=tuple(places), places=np.array([places[group] for group in groups])
             )
-        return table.groups[is_new]
+        return table.groups[key]
 
     def price(self, call: int, decision: Decision, setting: Setting) -> BlockPrice:
         """Return the seconds of a call under a setting."""

@@ -54,12 +54,13 @@ class DecisionTable:
     Attributes:
         decisions: at least one. They are kept, so that no other object comes to have the id of one.
         works: of each.
-        groups: by which of its states are new to a call, the parameters of each decision.
+        groups: by which of its states are new to a call, and how many ranks have the same experts,
+            the parameters of each decision.
     """
 
     decisions: tuple[Decision, ...]
     works: Sequence[BlockWork]
-    groups: dict[tuple[bool, ...], Groups] = field(default_factory=dict)
+    groups: dict[tuple[tuple[bool, ...], int], Groups] = field(default_factory=dict)
 
     def _floats(self, of_work: Callable[[BlockWork], float]) -> Floats:
         return np.array([of_work(work) for work in self.works], dtype=np.float64)

@@ -80,8 +80,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cuda_autocast",
         "layout_check",
         "tracer",
+        "program_pickles",
     ),
-    ("limits", "engines", "optimizers"),
+    ("limits", "engines", "optimizers", "expert_parallel"),
     ("op_classes",),
     (
         "settings",
