@@ -8,6 +8,7 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 from autoplan.conventions import Convention
+from autoplan.costs import Pricer
 from autoplan.frontiers import fastest_ops_s
 from autoplan.graph import ParameterTrace, Placement, Trace
 from autoplan.held import least_held_bytes
@@ -16,7 +17,7 @@ from autoplan.layout_check import fsdp_can_slice
 from autoplan.search.candidates import Refinement
 from autoplan.search.problem import Run
 from autoplan.search.together import together_bound
-from autoplan.search_options import alike, block_option, least_option
+from autoplan.search_options import alike, block_options, least_option
 from autoplan.setting_problem import borders_s, split_saving, usable_decisions, with_detours
 from autoplan.settings import Setting
 from autoplan.shared_writes import changed_parameter_text, lost_under
@@ -184,10 +185,14 @@ def blocks_bound(planner: Planner, setting: Setting) -> Refinement:
 def _alone(planner: Planner, setting: Setting, convention: Convention) -> int:
     """Return ticks below which no step is, from the fastest way to run each block alone."""
     pricer = planner.pricer(setting.microbatch_size)
-    by_block = [
-        pricer.fastest_s(block, setting.tp, convention) for block in range(len(pricer.trace.blocks))
-    ]
-    seconds = [by_block[call.block] for call in pricer.trace.calls]
+    key = (setting, convention)
+    if key not in pricer.alone:
+        pricer.alone[key] = _bound_alone(planner, setting, convention)
+    return pricer.alone[key]
+
+
+def _bound_alone(planner: Planner, setting: Setting, convention: Convention) -> int:
+    seconds = _fastest_calls(planner.pricer(setting.microbatch_size), setting.tp, convention)
     bound = _bound(setting, sum(seconds), max(seconds))
     if setting.virtual_stages > 1:
         ticks = [s / TICK_S for s in seconds]
@@ -198,6 +203,15 @@ def _alone(planner: Planner, setting: Setting, convention: Convention) -> int:
             even -= saved_at_most(sum(ticks), setting)
         bound = max(bound, int(even * (1 - 1e-9)))
     return bound
+
+
+def _fastest_calls(pricer: Pricer, tp: int, convention: Convention) -> list[float]:
+    """Return the seconds of each call at its fastest."""
+    if (tp, convention) not in pricer.fastest_calls:
+        blocks = range(len(pricer.trace.blocks))
+        by_block = [pricer.fastest_s(block, tp, convention) for block in blocks]
+        pricer.fastest_calls[tp, convention] = [by_block[c.block] for c in pricer.trace.calls]
+    return pricer.fastest_calls[tp, convention]
 
 
 def frontiers_bound(planner: Planner, setting: Setting) -> Refinement:
@@ -286,12 +300,17 @@ def _even_step(
     alike_run = planner.alike_run(setting.microbatch_size)
     run = alike_run.calls
     counts = stage_counts(alike_run, times, setting.pp, setting.virtual_stages)
-    block = min(times[c] for c in run)
-    stages: list[list[float]] = [[size * block for size in own] for own in counts]
-    stages[0][0] += sum(times[: run.start])
-    stages[-1][-1] += sum(times[run.stop :])
-    ranks = [sum(own) + border for own, border in zip(stages, borders, strict=True)]
-    pace: float = sum(max(own) for own in zip(*stages, strict=True)) + min(borders)
+    block = min(times[run.start : run.stop])
+    first, *between, last = ([size * block for size in own] for own in counts)
+    first[0] += sum(times[: run.start])
+    last[-1] += sum(times[run.stop :])
+    # Most ranks between the ends have the same stages, so each of those is looked at once.
+    kinds = dict(zip(counts[1:-1], between, strict=True))
+    sums = {own: sum(stages) for own, stages in kinds.items()}
+    ranks = [sum(first), *(sums[own] for own in counts[1:-1]), sum(last)]
+    ranks = [own + border for own, border in zip(ranks, borders, strict=True)]
+    stages = zip(first, *kinds.values(), last, strict=True)
+    pace: float = sum(max(own) for own in stages) + min(borders)
     others = (sum(ranks) - max(ranks)) / setting.virtual_stages
     return setting.num_microbatches * max(pace, *ranks) + others
 
@@ -393,17 +412,17 @@ def _together(planner: Planner, setting: Setting, convention: Convention) -> int
     for calls in alike(pricer, setting):
         call = calls[0]
         block = pricer.trace.calls[call].block
-        options = []
         plain = usable_decisions(pricer, block, setting, convention)
         decisions, detours = with_detours(pricer, block, setting, convention, plain)
-        for decision in decisions:
-            work = pricer.base(block, decision, setting.tp)
-            less = work.memory.held_output_bytes
-            option = block_option(pricer, call, decision, setting, live[-1])
-            if setting.schedule == "zero_bubble":
-                less += work.deferred.nbytes + work.deferred.released_bytes
-            kept = max(0, option.kept - -(-less // unit))
-            options.append(replace(option, kept=kept, once=v * option.once))
+        table = pricer.table(block, decisions, setting.tp)
+        less = table.held_output_bytes
+        if setting.schedule == "zero_bubble":
+            less = less + table.deferred_bytes + table.released_bytes
+        found = block_options(pricer, call, decisions, setting, live[-1])
+        options = [
+            replace(option, kept=max(0, option.kept - shared), once=v * option.once)
+            for option, shared in zip(found, (-(-less // unit)).tolist(), strict=True)
+        ]
         runs.append(Run(count=len(calls), options=tuple(options), detours=detours))
     clusters = [planner.cluster.on_stage(setting, stage) for stage in range(setting.pp)]
     bound = together_bound(

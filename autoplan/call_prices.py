@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from autoplan.block_work import BlockWork
 from autoplan.cluster import Cluster
@@ -10,6 +11,7 @@ from autoplan.offload import host_optimizer_s
 from autoplan.settings import Setting, Workload
 from autoplan.stage_costs import GroupBytes
 from autoplan.step_costs import (
+    Extreme,
     copy_bytes,
     data_parallel_link,
     data_parallel_times,
@@ -23,8 +25,10 @@ from autoplan.times import Timer, overlaps_communication
 
 __all__ = [
     "BlockPrice",
+    "CallSeconds",
     "GroupPrice",
     "call_price",
+    "call_seconds",
     "group_price",
     "host_seconds",
     "overlaps",
@@ -55,6 +59,25 @@ class BlockPrice:
     once_s: float
     by_category: dict[str, float]
     once_by_category: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSeconds:
+    """Seconds of a call under a setting: numbers, or arrays [decision].
+
+    Attributes:
+        forward_s, backward_s, once_s: as in `BlockPrice`.
+        host_forward_s, host_backward_s: of them, what the host adds.
+        zero_s, once_zero_s: of them, what data parallelism adds.
+    """
+
+    forward_s: Any
+    backward_s: Any
+    once_s: Any
+    host_forward_s: Any
+    host_backward_s: Any
+    zero_s: Any
+    once_zero_s: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,45 +152,80 @@ def call_price(
         split_s: what the host takes because the backward is split.
         ties_s: sums of gradients over stages, once a step.
     """
-    cluster = timer.cluster
-    forward, backward = work.forward_s, work.backward_s
-    # Gradients of whole parameters that see slices of tokens: summed once into a buffer.
+    seconds = call_seconds(work, zero, setting, workload, timer.cluster, split_s, ties_s)
     has_buffer = workload.engine.has_gradient_buffer
     summed_s = work.summed_s if has_buffer else 0.0
     tensor_s = work.comm_forward_s + work.comm_backward_s + work.summed_s - summed_s
-    backward += work.summed_s - summed_s
-    once_zero_s = zero.once_gather_s + zero.once_reduce_s
-    if overlaps(setting, cluster):
-        slowed = interference(data_parallel_link(setting, cluster))
-        exposed_f = exposed_s(zero.gather_s, forward, slowed)
-        exposed_b = exposed_s(zero.again_s, backward, slowed)
-        if workload.engine.overlaps_reduction:
-            once_zero_s = exposed_s(zero.once_gather_s, forward, slowed)
-            once_zero_s += exposed_s(zero.once_reduce_s, backward, slowed)
-    else:
-        exposed_f, exposed_b = zero.gather_s, zero.again_s
-    exposed_f, exposed_b = exposed_f + zero.copy_forward_s, exposed_b + zero.copy_backward_s
-    host_f, host_b = _host_beside(work, zero.hooks_s, cluster, split_s)
-    forward, backward = forward + host_f, backward + host_b
-    once_zero_s += zero.copy_once_s
+    host_s = (seconds.host_forward_s, seconds.host_backward_s)
     return BlockPrice(
-        forward_s=forward + exposed_f,
-        backward_s=backward + exposed_b,
-        once_s=once_zero_s + zero.optimizer_s + summed_s + ties_s,
+        forward_s=seconds.forward_s,
+        backward_s=seconds.backward_s,
+        once_s=seconds.once_s,
         by_category={
-            "compute": work.compute_forward_s + work.compute_backward_s + host_f + host_b,
+            "compute": work.compute_forward_s + work.compute_backward_s + host_s[0] + host_s[1],
             "recompute": work.redo_s,
             **({"offload": 2 * work.away_s} if work.away_s else {}),
             "tensor_parallel": tensor_s - work.layout.exchange_s,
             **({"expert_parallel": work.layout.exchange_s} if work.layout.exchange_s else {}),
-            "zero": exposed_f + exposed_b,
+            "zero": seconds.zero_s,
         },
         once_by_category={
-            "zero": once_zero_s,
+            "zero": seconds.once_zero_s,
             "optimizer": zero.optimizer_s,
             "tensor_parallel": summed_s,
             "pipeline": ties_s,
         },
+    )
+
+
+def call_seconds(
+    work: Any,
+    zero: GroupPrice,
+    setting: Setting,
+    workload: Workload,
+    cluster: Cluster,
+    split_s: Any = 0.0,
+    ties_s: Any = 0.0,
+    *,
+    extremes: tuple[Extreme, Extreme] = (max, min),
+) -> CallSeconds:
+    """Return the seconds of a call of a block, or of each decision of a table.
+
+    Args:
+        work, zero, setting, workload, split_s, ties_s: as in `call_price`; a `DecisionTable` in
+            place of the work of a block, and an array [decision] for each other number of it.
+        cluster: the devices.
+        extremes: the larger and the smaller of two numbers; of two arrays, where these are.
+    """
+    most, _ = extremes
+    forward, backward = work.forward_s, work.backward_s
+    # Gradients of whole parameters that see slices of tokens: summed once into a buffer.
+    summed_s = work.summed_s if workload.engine.has_gradient_buffer else 0.0
+    backward = backward + (work.summed_s - summed_s)
+    once_zero_s = zero.once_gather_s + zero.once_reduce_s
+    exposed_f, exposed_b = zero.gather_s, zero.again_s
+    if overlaps(setting, cluster):
+        slowed = interference(data_parallel_link(setting, cluster))
+
+        def exposed(communication_s: Any, compute_s: Any) -> Any:
+            return exposed_s(communication_s, compute_s, slowed, extremes=extremes)
+
+        exposed_f, exposed_b = exposed(zero.gather_s, forward), exposed(zero.again_s, backward)
+        if workload.engine.overlaps_reduction:
+            once_zero_s = exposed(zero.once_gather_s, forward)
+            once_zero_s = once_zero_s + exposed(zero.once_reduce_s, backward)
+    exposed_f, exposed_b = exposed_f + zero.copy_forward_s, exposed_b + zero.copy_backward_s
+    host_f, host_b = _host_beside(work, zero.hooks_s, cluster, split_s, most)
+    forward, backward = forward + host_f, backward + host_b
+    once_zero_s = once_zero_s + zero.copy_once_s
+    return CallSeconds(
+        forward_s=forward + exposed_f,
+        backward_s=backward + exposed_b,
+        once_s=once_zero_s + zero.optimizer_s + summed_s + ties_s,
+        host_forward_s=host_f,
+        host_backward_s=host_b,
+        zero_s=exposed_f + exposed_b,
+        once_zero_s=once_zero_s,
     )
 
 
@@ -215,15 +273,15 @@ def _hooks_s(group: GroupBytes, setting: Setting, workload: Workload, cluster: C
 
 
 def _host_beside(
-    work: BlockWork, hooks_s: float, cluster: Cluster, split_s: float
-) -> tuple[float, float]:
+    work: Any, hooks_s: float, cluster: Cluster, split_s: Any, most: Extreme = max
+) -> tuple[Any, Any]:
     if not overlaps_communication(cluster):
         return hooks_s / 2, hooks_s / 2 + split_s
     forward_s, backward_s = (
         work.host_forward_s + hooks_s / 2,
         work.host_backward_s + hooks_s / 2 + split_s,
     )
-    return max(0.0, forward_s - work.forward_s), max(0.0, backward_s - work.backward_s)
+    return most(0.0, forward_s - work.forward_s), most(0.0, backward_s - work.backward_s)
 
 
 def split_seconds(work: BlockWork, nodes_below: float, cluster: Cluster) -> tuple[float, float]:

@@ -10,18 +10,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
 
 from autoplan.block_work import BlockWork, LayoutWork, layout_work, make_work
 from autoplan.call_prices import (
     BlockPrice,
+    CallSeconds,
     GroupPrice,
     call_price,
+    call_seconds,
     group_price,
     overlaps,
     split_seconds,
 )
 from autoplan.cluster import Cluster
 from autoplan.conventions import WHOLE, Convention, StateSlices, possible_conventions
+from autoplan.decision_tables import DecisionTable, Groups
 from autoplan.deferral import graph_nodes
 from autoplan.detours import DetourDecisions, hands_to_alike
 from autoplan.expert_parallel import expert_states
@@ -53,8 +59,9 @@ class Pricer:
         reference: whose frontiers are priced here, at this micro-batch size.
         tally: counts look-ups.
         frontiers: solves the problems of block classes.
-        options: what `search_options` has made, by kind of call.
+        options, least: what `search_options` has made, by kind of call.
         least_kept: what `held` has found, likewise.
+        alone, fastest_calls: what `bounds` has found: of a setting, of a degree, by convention.
         alike: what `search_options.alike` has found, with one stage and with several.
     """
 
@@ -73,6 +80,7 @@ class Pricer:
     )
     _layouts: dict[tuple[int, int, object], LayoutWork] = field(default_factory=dict)
     _bases: dict[tuple[int, int, object], BlockWork] = field(default_factory=dict)
+    _tables: dict[tuple[int, ...], DecisionTable] = field(default_factory=dict)
     _groups: dict[tuple[object, ...], GroupBytes] = field(default_factory=dict)
     _own: dict[tuple[int, bool], tuple[bool, ...]] = field(default_factory=dict)
     _zero: dict[tuple[object, ...], GroupPrice] = field(default_factory=dict)
@@ -81,8 +89,11 @@ class Pricer:
     _fastest_s: dict[_Asked, float] = field(default_factory=dict)
     _timers: dict[tuple[int, bool], Timer] = field(default_factory=dict)
     _shared: dict[int, frozenset[str]] | None = None
-    options: dict[tuple[object, ...], BlockOption] = field(default_factory=dict)
+    options: dict[tuple[object, ...], tuple[BlockOption, ...]] = field(default_factory=dict)
+    least: dict[tuple[object, ...], BlockOption] = field(default_factory=dict)
     least_kept: dict[tuple[object, ...], dict[GroupBytes, int]] = field(default_factory=dict)
+    alone: dict[tuple[Setting, Convention], int] = field(default_factory=dict)
+    fastest_calls: dict[tuple[int, Convention], list[float]] = field(default_factory=dict)
     alike: dict[bool, list[list[int]]] = field(default_factory=dict)
     _held: list[frozenset[str]] | None = None
     _num_nodes: int | None = None
@@ -289,6 +300,14 @@ class Pricer:
             self._bases[key] = make_work(layout, decision, timer, self.workload)
         return self._bases[key]
 
+    def table(self, block: int, decisions: Sequence[Decision], tp: int) -> DecisionTable:
+        """Return what decisions of a class cost by themselves; made once for the same ones."""
+        key = (block, tp, *map(id, decisions))
+        if key not in self._tables:
+            works = [self.base(block, decision, tp) for decision in decisions]
+            self._tables[key] = DecisionTable(decisions=tuple(decisions), works=works)
+        return self._tables[key]
+
     def _layout(self, block: int, decision: Decision, tp: int) -> LayoutWork:
         """Return what a decision has in common with others that slice the block alike."""
         key = (block, tp, decision.layout)
@@ -328,8 +347,7 @@ class Pricer:
     def _group_of(
         self, call: int, decision: Decision, setting: Setting, is_new: tuple[bool, ...]
     ) -> GroupBytes:
-        block, tp, experts = self.trace.calls[call].block, setting.tp, self.workload.experts
-        copies = experts.copies(setting.dp, tp) if experts.degree > 1 else 0
+        block, tp, copies = self.trace.calls[call].block, setting.tp, self._expert_copies(setting)
         key = (block, tp, decision.layout, is_new, copies)
         if key not in self._groups:
             group = self._make_group(block, decision, tp, is_new)
@@ -341,6 +359,11 @@ class Pricer:
                 group = replace(group, experts=part)
             self._groups[key] = group
         return self._groups[key]
+
+    def _expert_copies(self, setting: Setting) -> int:
+        """Return how many ranks hold the same experts where those are divided, else 0."""
+        experts = self.workload.experts
+        return experts.copies(setting.dp, setting.tp) if experts.degree > 1 else 0
 
     def _canonical(self, call: int) -> tuple[str, ...]:
         """Return one name for each state of a call, the same wherever a parameter is shared."""
@@ -386,22 +409,55 @@ class Pricer:
         Without a pipeline a parameter of several calls counts with the first; with one, calls that
         share it usually lie on different stages, and each counts it.
         """
+        return self._group_of(call, decision, setting, self._own_states(call, setting))
+
+    def _own_states(self, call: int, setting: Setting) -> tuple[bool, ...]:
+        """Return which states of a call are in `own_group`."""
         key = (call, setting.pp == 1)
         if key not in self._own:
             self._own[key] = self._new_states(call, self.shared_before(call) if key[1] else ())
-        return self._group_of(call, decision, setting, self._own[key])
+        return self._own[key]
+
+    def own_groups(self, call: int, decisions: Sequence[Decision], setting: Setting) -> Groups:
+        """Return `own_group` of each of some decisions."""
+        table = self.table(self.trace.calls[call].block, decisions, setting.tp)
+        is_new = self._own_states(call, setting)
+        key = (is_new, self._expert_copies(setting))
+        if key not in table.groups:
+            groups = [self._group_of(call, d, setting, is_new) for d in decisions]
+            places = {group: place for place, group in enumerate(dict.fromkeys(groups))}
+            table.groups[key] = Groups(
+                distinct=tuple(places), places=np.array([places[group] for group in groups])
+            )
+        return table.groups[key]
 
     def price(self, call: int, decision: Decision, setting: Setting) -> BlockPrice:
         """Return the seconds of a call under a setting."""
         work = self.base(self.trace.calls[call].block, decision, setting.tp)
         timer, split_s = self.timer(setting.tp), sum(self.split_s(work, setting))
         ties_s = self._ties_s(call, decision, setting)
-        zero = self._zero_of(call, decision, setting, timer)
+        zero = self._zero_of(call, self.own_group(call, decision, setting), setting, timer)
         return call_price(work, zero, setting, self.workload, timer, split_s, ties_s)
 
-    def _zero_of(self, call: int, decision: Decision, setting: Setting, timer: Timer) -> GroupPrice:
+    def seconds(self, call: int, decisions: Sequence[Decision], setting: Setting) -> CallSeconds:
+        """Return the seconds of a call under a setting, arrays [decision]: those of `price`."""
+        block, timer = self.trace.calls[call].block, self.timer(setting.tp)
+        table = self.table(block, decisions, setting.tp)
+        split_s: Any = 0.0
+        ties_s: Any = 0.0
+        if setting.schedule == "zero_bubble":
+            split_s = np.array([sum(self.split_s(work, setting)) for work in table.works])
+        if setting.pp > 1 and self.whole_states(block):
+            ties_s = np.array([self._ties_s(call, d, setting) for d in decisions])
+        groups = self.own_groups(call, decisions, setting)
+        zero = groups.prices(lambda group: self._zero_of(call, group, setting, timer))
+        extremes = np.maximum, np.minimum
+        return call_seconds(
+            table, zero, setting, self.workload, self.cluster, split_s, ties_s, extremes=extremes
+        )
+
+    def _zero_of(self, call: int, group: GroupBytes, setting: Setting, timer: Timer) -> GroupPrice:
         """Return what a call's parameters add, which micro-batches do not change."""
-        group = self.own_group(call, decision, setting)
         is_glue = self.trace.blocks[self.trace.calls[call].block].is_glue
         degrees = (setting.dp, setting.tp, setting.pp, setting.dp_replicate, setting.axis_order)
         key = (group, is_glue, degrees, setting.zero_stage, setting.offload, setting.schedule)

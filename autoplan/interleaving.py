@@ -110,7 +110,7 @@ def stage_counts(alike: Alike, times: Sequence[float], pp: int, num_chunks: int)
         ValueError: there are fewer alike blocks than stages that need one.
     """
     run = alike.calls
-    block = max(sum(times[c] for c in run) / max(len(run), 1), 1e-12)
+    block = max(sum(times[run.start : run.stop]) / max(len(run), 1), 1e-12)
     return even_counts(
         len(run),
         pp,

@@ -238,16 +238,13 @@ def _leanest(pricer: Pricer, setting: Setting, convention: Convention) -> tuple[
     """
     live = setting.live()[0]
     kinds = alike(pricer, setting)
-    choices = {
-        index: [
-            (live * held.kept + held.static, held.working, decision)
-            for decision in pricer.decisions(
-                pricer.trace.calls[calls[0]].block, setting.tp, convention
-            )
-            for held in (call_bytes(pricer, calls[0], decision, setting, live),)
-        ]
-        for index, calls in enumerate(kinds)
-    }
+    choices = {}
+    for index, calls in enumerate(kinds):
+        block = pricer.trace.calls[calls[0]].block
+        decisions = pricer.decisions(block, setting.tp, convention)
+        held = call_bytes(pricer, calls[0], decisions, setting, live)
+        most_held = (live * held.kept + held.static).tolist()
+        choices[index] = list(zip(most_held, held.working.tolist(), decisions, strict=True))
     best: tuple[int, list[Decision]] | None = None
     for most in sorted({working for found in choices.values() for _, working, _ in found}):
         within = [[c for c in found if c[1] <= most] for found in choices.values()]

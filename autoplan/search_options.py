@@ -5,39 +5,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from autoplan.conventions import Convention
 from autoplan.costs import Pricer
+from autoplan.decision_tables import Ints
 from autoplan.frontiers import Decision
 from autoplan.resident import static_bytes, uses_fsdp
 from autoplan.search.problem import BlockOption
 from autoplan.settings import Setting
 from autoplan.units import to_ticks
 
-__all__ = ["CallBytes", "alike", "block_option", "call_bytes", "least_option"]
+__all__ = ["CallBytes", "alike", "block_options", "call_bytes", "least_option"]
 
 
-def block_option(
-    pricer: Pricer, call: int, decision: Decision, setting: Setting, live: int
-) -> BlockOption:
-    """Return a decision as the linear search sees it: every number an upper estimate.
+def block_options(
+    pricer: Pricer, call: int, decisions: Sequence[Decision], setting: Setting, live: int
+) -> tuple[BlockOption, ...]:
+    """Return decisions as the linear search sees them: every number an upper estimate.
 
     Memory is in units of `memory_unit`, time in ticks of a nanosecond. The last block of the
     chain runs its backward first, so what it keeps counts as working memory only.
     """
     is_last = call == len(pricer.trace.calls) - 1
     shared = _shared(pricer, call, setting)
-    trace_call = pricer.trace.calls[call]
+    block = pricer.trace.calls[call].block
     if setting.schedule == "interleaved":  # a block costs the same in any stage of a rank
         setting = replace(setting, schedule="1f1b", virtual_stages=1)
-    key = (trace_call.block, decision.key, setting, is_last and live, shared)
+    key = (block, *map(id, decisions), setting, is_last and live, shared)
     if key not in pricer.options:
-        pricer.options[key] = _make_option(pricer, call, decision, setting, live)
+        pricer.options[key] = _make_options(pricer, call, decisions, setting, live)
     return pricer.options[key]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallBytes:
-    """What a call holds by the linear memory, upper estimates in bytes.
+    """What a call holds by the linear memory, upper estimates in bytes: arrays [decision].
 
     Attributes:
         kept: of every micro-batch that is alive.
@@ -45,66 +48,78 @@ class CallBytes:
         working: while it runs.
     """
 
-    kept: int
-    static: int
-    working: int
+    kept: Ints
+    static: Ints
+    working: Ints
 
 
-def _make_option(
-    pricer: Pricer, call: int, decision: Decision, setting: Setting, live: int
-) -> BlockOption:
-    price, unit = pricer.price(call, decision, setting), pricer.memory_unit
-    held = call_bytes(pricer, call, decision, setting, live)
-    return BlockOption(
-        forward=to_ticks(price.forward_s),
-        backward=to_ticks(price.backward_s),
-        once=to_ticks(price.once_s),
-        kept=-(-held.kept // unit),
-        static=-(-held.static // unit),
-        working=-(-held.working // unit),
+def _make_options(
+    pricer: Pricer, call: int, decisions: Sequence[Decision], setting: Setting, live: int
+) -> tuple[BlockOption, ...]:
+    seconds, unit = pricer.seconds(call, decisions, setting), pricer.memory_unit
+    held = call_bytes(pricer, call, decisions, setting, live)
+    columns = (
+        [to_ticks(s) for s in seconds.forward_s.tolist()],
+        [to_ticks(s) for s in seconds.backward_s.tolist()],
+        [to_ticks(s) for s in seconds.once_s.tolist()],
+        (-(-held.kept // unit)).tolist(),
+        (-(-held.static // unit)).tolist(),
+        (-(-held.working // unit)).tolist(),
+    )
+    return tuple(
+        BlockOption(
+            forward=forward,
+            backward=backward,
+            once=once,
+            kept=kept,
+            static=static,
+            working=working,
+        )
+        for forward, backward, once, kept, static, working in zip(*columns, strict=True)
     )
 
 
 def call_bytes(
-    pricer: Pricer, call: int, decision: Decision, setting: Setting, live: int
+    pricer: Pricer, call: int, decisions: Sequence[Decision], setting: Setting, live: int
 ) -> CallBytes:
-    """Return what a call holds by the linear memory; `live` as in `block_option`."""
+    """Return what a call holds by the linear memory; `live` as in `block_options`."""
     kind = pricer.trace.calls[call].block
-    work, is_glue = pricer.base(kind, decision, setting.tp), pricer.trace.blocks[kind].is_glue
-    group, memory = pricer.own_group(call, decision, setting), work.memory
-    static = static_bytes(group, setting, pricer.workload.optimizer)
+    table, is_glue = pricer.table(kind, decisions, setting.tp), pricer.trace.blocks[kind].is_glue
+    groups = pricer.own_groups(call, decisions, setting)
+    optimizer = pricer.workload.optimizer
     wrapped = uses_fsdp(setting, pricer.workload.mixed_precision != "none")
-    resident = static.parameters + static.optimizer
-    grads, kept = static.gradients, memory.kept
+    static = [static_bytes(group, setting, optimizer) for group in groups.distinct]
+    resident = np.array([own.parameters + own.optimizer for own in static])[groups.places]
+    grads, kept = np.array([own.gradients for own in static])[groups.places], table.kept
     if setting.schedule == "zero_bubble":  # held until its gradients of parameters are there
-        kept += work.deferred.nbytes
-    working = max(
-        memory.backward_peak - memory.kept,
-        sum(work.local.inputs.values()) + memory.forward_peak - memory.kept,
-    )
+        kept = kept + table.deferred_bytes
+    working = table.transient
+    gathered = groups.ints(lambda group: group.gathered)
+    gathered_grads = groups.ints(lambda group: group.gathered_grads)
     if not wrapped:
         if setting.num_microbatches > 1:
-            working = max(working, work.accumulating.backward_peak - memory.kept)
+            working = np.maximum(working, table.accumulating_transient)
     elif setting.zero_stage <= 1:
         # Gradients stay whole until the last micro-batch, in the dtype in which they are reduced.
         is_mixed = pricer.workload.mixed_precision != "none"
-        resident += group.gathered + (group.gathered_grads if is_glue else 0)
-        grads = max(grads, group.trained if is_mixed else group.gathered_grads)
-        working += 0 if is_glue else group.gathered_grads
+        resident = resident + gathered + (gathered_grads if is_glue else 0)
+        reduced = groups.ints(lambda group: group.trained) if is_mixed else gathered_grads
+        grads = np.maximum(grads, reduced)
+        working = working + (0 if is_glue else gathered_grads)
     elif is_glue:
-        resident += group.gathered + group.gathered_grads
+        resident = resident + gathered + gathered_grads
     elif setting.zero_stage == 2:
-        resident += group.gathered
-        working += group.gathered_grads
+        resident = resident + gathered
+        working = working + gathered_grads
     else:
-        working += 2 * group.gathered + group.gathered_grads
+        working = working + 2 * gathered + gathered_grads
         if setting.offload != "none":
-            working += -(-group.stored // setting.dp)
+            working = working - -groups.ints(lambda group: group.stored) // setting.dp
     is_last = call == len(pricer.trace.calls) - 1
     if is_last and live == 1 and setting.schedule != "gpipe":
-        working, kept = working + kept, 0
+        working, kept = working + kept, np.zeros_like(kept)
     if setting.num_microbatches == 1 and not wrapped and not is_last:
-        kept, grads = max(kept, grads), 0
+        kept, grads = np.maximum(kept, grads), np.zeros_like(grads)
     return CallBytes(kept=kept, static=resident + grads, working=working)
 
 
@@ -119,32 +134,31 @@ def least_option(
     shared = _shared(pricer, call, setting)
     block = pricer.trace.calls[call].block
     key = (block, convention.is_sequence_parallel, convention.of(block), setting, shared)
-    if key not in pricer.options:
+    if key not in pricer.least:
         decisions = pricer.decisions(block, setting.tp, convention)
         least = _least_of(pricer, call, decisions, setting)
         for detour in pricer.detour_decisions(block, setting.tp, convention):
             ways = (detour.first, detour.inner, detour.last)
             first, inner, last = (_least_of(pricer, call, own, setting) for own in ways)
             least = _lesser(least, _lesser(inner, _mean(first, last)))
-        pricer.options[key] = least
-    return pricer.options[key]
+        pricer.least[key] = least
+    return pricer.least[key]
 
 
 def _least_of(
     pricer: Pricer, call: int, decisions: Sequence[Decision], setting: Setting
 ) -> BlockOption:
-    time, once, static = [], [], []
-    for decision in decisions:
-        price = pricer.price(call, decision, setting)
-        group = pricer.own_group(call, decision, setting)
-        held = static_bytes(group, setting, pricer.workload.optimizer)
-        time.append(to_ticks(price.forward_s) + to_ticks(price.backward_s))
-        once.append(to_ticks(price.once_s))
-        static.append(held.parameters + held.optimizer)
+    seconds = pricer.seconds(call, decisions, setting)
+    both = zip(seconds.forward_s.tolist(), seconds.backward_s.tolist(), strict=True)
+    static = [
+        held.parameters + held.optimizer
+        for group in pricer.own_groups(call, decisions, setting).distinct
+        for held in (static_bytes(group, setting, pricer.workload.optimizer),)
+    ]
     return BlockOption(
-        forward=min(time),
+        forward=min(to_ticks(forward) + to_ticks(backward) for forward, backward in both),
         backward=0,
-        once=min(once),
+        once=to_ticks(min(seconds.once_s.tolist())),
         kept=0,
         static=min(static) // pricer.memory_unit,
         working=0,
@@ -172,7 +186,7 @@ def _mean(one: BlockOption, other: BlockOption) -> BlockOption:
 
 
 def alike(pricer: Pricer, setting: Setting) -> list[list[int]]:
-    """Return the calls of each kind that `block_option` tells apart."""
+    """Return the calls of each kind that `block_options` tells apart."""
     is_whole = setting.pp == 1
     if is_whole not in pricer.alike:
         kinds: dict[tuple[object, ...], list[int]] = {}

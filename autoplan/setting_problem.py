@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import TYPE_CHECKING
 
 from autoplan.cluster import Cluster
 from autoplan.conventions import WHOLE, Convention
@@ -23,7 +24,7 @@ from autoplan.search.problem import (
     PipelineSolution,
     Run,
 )
-from autoplan.search_options import alike, block_option
+from autoplan.search_options import alike, block_options
 from autoplan.settings import Setting
 from autoplan.split_steps import saved_at_most, saved_by_block
 from autoplan.stage_bytes import batch_bytes, side_bytes
@@ -216,16 +217,11 @@ def _runs(
     detours: Sequence[tuple[Detour, ...]],
 ) -> tuple[Run, ...]:
     """Return the chain of calls as runs of alike blocks with the same options."""
-    runs: list[Run] = []
-    previous: Any = None
-    for call, own in enumerate(options):
-        key = (trace.calls[call].block, own)
-        if runs and key == previous:
-            runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
-        else:
-            runs.append(Run(count=1, options=own, detours=detours[call]))
-        previous = key
-    return tuple(runs)
+    alike = groupby(range(len(options)), lambda call: (trace.calls[call].block, options[call]))
+    calls = (list(own) for _, own in alike)
+    return tuple(
+        Run(count=len(own), options=options[own[0]], detours=detours[own[0]]) for own in calls
+    )
 
 
 def _thinned(
@@ -300,10 +296,8 @@ def _options(
     for calls in alike(pricer, setting):
         first = calls[0]
         alive = live[-1] if first == len(per_call) - 1 else live[0]
-        options = tuple(
-            _by_rank(block_option(pricer, first, decision, setting, alive), setting)
-            for decision in per_call[first]
-        )
+        own = block_options(pricer, first, per_call[first], setting, alive)
+        options = tuple(_by_rank(option, setting) for option in own)
         for call in calls:
             found[call] = options
     return found

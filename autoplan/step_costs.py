@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autoplan.cluster import Cluster
 from autoplan.meshes import stride_of
@@ -16,6 +17,7 @@ from autoplan.stage_costs import GroupBytes
 __all__ = [
     "INTERFERENCE",
     "DataParallelTimes",
+    "Extreme",
     "copy_bytes",
     "data_parallel_link",
     "data_parallel_times",
@@ -33,6 +35,9 @@ __all__ = [
 # Kernels and collectives that run at once each take longer by this factor, unless measured.
 # Source: Hetu-Galvatron, hardware_configs/overlap_coefficient.json (1.1256), GPU not stated.
 INTERFERENCE = 1.1256
+
+Extreme = Callable[[Any, Any], Any]
+"""The larger, or the smaller, of two numbers, or of two arrays number by number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,14 +204,27 @@ def interference(link: LinkProfile) -> float:
     return INTERFERENCE if link.interference is None else link.interference
 
 
-def exposed_s(communication_s: float, compute_s: float, slowed: float = INTERFERENCE) -> float:
+def exposed_s(
+    communication_s: Any,
+    compute_s: Any,
+    slowed: float = INTERFERENCE,
+    *,
+    extremes: tuple[Extreme, Extreme] = (max, min),
+) -> Any:
     """Return by how much communication beside compute makes the compute longer.
 
     Both slow down by `slowed` while they run at once; what is left of the longer one runs alone
     (Miao et al. 2022, Galvatron, section 4.1).
+
+    Args:
+        communication_s, compute_s: seconds, or arrays of them.
+        slowed: factor.
+        extremes: the larger and the smaller of two of them.
     """
-    longest_s = max(communication_s, compute_s)
-    return longest_s + slowdown_s(communication_s, compute_s, slowed) - compute_s
+    most, least = extremes
+    longest_s = most(communication_s, compute_s)
+    at_once_s = least(communication_s, compute_s)
+    return longest_s + (slowed - 1) * at_once_s - compute_s
 
 
 def slowdown_s(communication_s: float, compute_s: float, slowed: float = INTERFERENCE) -> float:

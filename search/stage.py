@@ -45,6 +45,7 @@ __all__ = [
     "StageSolution",
     "add_peak",
     "memory_prices",
+    "option_columns",
     "option_table",
     "solve_stage",
     "stage_by_prices",
@@ -118,13 +119,24 @@ def option_table(
 
     Blocks with fewer options than others repeat their last one.
     """
+    times, static, kept = option_columns(blocks)
+    return times, static + live * kept
+
+
+def option_columns(
+    blocks: Sequence[Sequence[BlockOption]],
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Return [block, option] times, static memory, and what a micro-batch keeps.
+
+    Blocks with fewer options than others repeat their last one.
+    """
     width = max(len(block) for block in blocks)
     rows = [[*block, *[block[-1]] * (width - len(block))] for block in blocks]
     numbers = np.array(
         [[(o.forward + o.backward, o.static, o.kept) for o in row] for row in rows],
         dtype=np.float64,
     )
-    return numbers[:, :, 0], numbers[:, :, 1] + live * numbers[:, :, 2]
+    return numbers[:, :, 0], numbers[:, :, 1], numbers[:, :, 2]
 
 
 def _interval_sums(values: NDArray[Any], places: NDArray[np.int64]) -> NDArray[np.float64]:

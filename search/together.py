@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from autoplan.search.detours import block_minima, least_once
 from autoplan.search.problem import Run
-from autoplan.search.stage import memory_prices, option_table
+from autoplan.search.stage import memory_prices, option_columns
 
 __all__ = ["together_bound"]
 
@@ -49,19 +49,20 @@ def together_bound(
     ranks = np.bincount(place).astype(np.float64)
     own_room = np.bincount(place, weights=np.array(room, dtype=np.float64))
     own_boundary = np.bincount(place, weights=np.array(boundary, dtype=np.float64))
-    times, least = option_table(blocks, float(alive[0]))
-    held = np.stack([option_table(blocks, float(own))[1] for own in alive])
-    if (counts * block_minima(runs, least)).sum() > own_room.sum() * (1 + _SLACK):
+    times, static, kept = option_columns(blocks)
+    held = static + alive[:, None, None] * kept
+    if (counts * block_minima(runs, held[0])).sum() > own_room.sum() * (1 + _SLACK):
         return None
     extra = num_microbatches - 1
-    bound = 0.0
-    for price in (0.0, *memory_prices(times, held[len(alive) // 2])):
-        costs = block_minima(runs, times + price * held)
-        inverse = 1 / np.maximum((counts * costs).sum(axis=1), 1.0)
-        weights: NDArray[np.float64] = 1 + extra * inverse / (ranks * inverse).sum()
-        blocks_cost = (counts * (weights[:, None] * costs).min(axis=0)).sum()
-        paid = (weights * (own_boundary - price * own_room)).sum()
-        slack = _SLACK * (blocks_cost + (weights * price * own_room).sum())
-        bound = max(bound, float(blocks_cost + paid - slack))
+    prices = np.array([0.0, *memory_prices(times, held[len(alive) // 2])])[:, None]
+    # [price, alive, run], [price, alive] and [price]
+    costs = block_minima(runs, times + prices[:, :, None, None] * held)
+    inverse = 1 / np.maximum((counts * costs).sum(axis=2), 1.0)
+    mean = (ranks * inverse).sum(axis=1, keepdims=True)
+    weights: NDArray[np.float64] = 1 + extra * inverse / mean
+    blocks_cost = (counts * (weights[:, :, None] * costs).min(axis=1)).sum(axis=1)
+    paid = (weights * (own_boundary - prices * own_room)).sum(axis=1)
+    slack = _SLACK * (blocks_cost + (weights * prices * own_room).sum(axis=1))
+    bound = max(0.0, float((blocks_cost + paid - slack).max()))
     once = sum(run.count * least_once(run) for run in runs)
     return int(bound) + once // len(live)

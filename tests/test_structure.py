@@ -40,7 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "plan",
         "tensor_layout",
     ),
-    ("redistribution", "program", "hf", "interpreter", "processes"),
+    ("redistribution", "program", "hf", "interpreter", "processes", "garbage"),
     ("collectives", "thread_ranks"),
     (
         "autocast",
@@ -116,6 +116,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("frontiers", "conventions"),
     ("decomposed",),
     ("block_work", "call_prices"),
+    ("decision_tables",),
     ("costs",),
     ("stage_bytes",),
     ("search_options", "plan_prices", "reserved", "interleaving"),
