@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from autoplan.cluster import Cluster
 from autoplan.engines import AUTOPLAN, Engine
+from autoplan.expert_parallel import UNDIVIDED, ExpertParallel
 from autoplan.graph import Trace
 from autoplan.limits import LIMITED_KEYS, Limits
 from autoplan.meshes import AXIS_ORDERS, AxisOrder
@@ -57,6 +58,7 @@ class Workload:
             default.
         is_compiled: memory-bound ops that hand their results on run as one kernel.
         offload: what a plan may keep in host memory: names of `OFFLOADS`.
+        experts: how experts lie over ranks.
     """
 
     global_batch_size: int
@@ -69,6 +71,7 @@ class Workload:
     is_compiled: bool = False
     attention_kernel: str = ""
     offload: tuple[str, ...] = ()
+    experts: ExpertParallel = UNDIVIDED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

@@ -82,7 +82,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "tracer",
         "program_pickles",
     ),
-    ("limits", "engines", "optimizers"),
+    ("limits", "engines", "optimizers", "expert_parallel"),
     ("op_classes",),
     (
         "settings",
@@ -102,6 +102,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "block_heap",
         "resident",
         "stage_walk",
+        "repeated_walk",
         "memory",
         "replay_groups",
         "replay",
