@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autoplan.cluster import Cluster
+from autoplan.collecting import without_collections
 from autoplan.errors import (
     AutoplanError,
     EmitError,
@@ -70,4 +71,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'autoplan' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    with without_collections():
+        return getattr(importlib.import_module(_LAZY[name]), name)

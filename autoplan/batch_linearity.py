@@ -13,6 +13,7 @@ experts do theirs, are put back where they were.)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
@@ -20,7 +21,7 @@ from autoplan.autocast import bare
 from autoplan.axis_labels import arguments, op_name
 from autoplan.batch_sums import SUM_NOTE, is_row_sum
 from autoplan.graph import OpDimensions
-from autoplan.program import BlockGraph, Op, Program, Ref
+from autoplan.program import BlockGraph, Call, Op, Program, Ref
 from autoplan.step_means import find_denominators
 
 __all__ = ["linearity_notes"]
@@ -71,37 +72,21 @@ def linearity_notes(
     sums: set[str] = set()
     found: dict[tuple[str, str], str] = {}
     mixed: dict[tuple[str, str], str] = {}
+    known: dict[object, _Told] = {}  # equal blocks are told the same of what enters alike
     for index, call in enumerate(program.calls):
         graph = program.graphs[call.graph]
-        inner: _Levels = {
-            name: levels.get(arg, "free") for name, arg in zip(graph.inputs, call.args, strict=True)
-        }
-        own = {n for n, arg in zip(graph.inputs, call.args, strict=True) if arg in ranges}
-        own = _ranges(graph.ops, own)
-        summed = {n for n, arg in zip(graph.inputs, call.args, strict=True) if arg in sums}
-        for op in graph.ops:
-            made, is_linear = _made(op, inner, dimensions[call.graph].get(op.name), graph)
-            operands = {inner.get(name, "free") for name in op.inputs()}
-            if is_row_sum(
-                op,
-                reduces_rows=made == "all" and "all" not in operands,
-                sums=summed,
-                made_of_rows={name for name in op.inputs() if inner.get(name, "free") != "free"},
-            ):
-                summed.add(op.name)
-            inner[op.name] = made
-            where = ".".join(part for part in (call.fqn, op.fqn) if part) or "the loss"
-            if not is_linear and (index, op.name) not in denominators:
-                found[where, op.name] = op.target_name
-            dims = dimensions[call.graph]
-            if _compares_rows(op, dims.get(op.name)) or _picks_rows(op, inner, own, dims):
-                mixed[where, op.name] = op.target_name
-        levels.update(
-            (out, inner.get(name, "free"))
-            for name, out in zip(graph.outputs, call.outs, strict=True)
-        )
-        ranges.update(o for n, o in zip(graph.outputs, call.outs, strict=True) if n in own)
-        sums.update(o for n, o in zip(graph.outputs, call.outs, strict=True) if n in summed)
+        entering = tuple((levels.get(arg, "free"), arg in ranges, arg in sums) for arg in call.args)
+        if (call.graph, entering) not in known:
+            known[call.graph, entering] = _told(graph, entering, dimensions[call.graph])
+        told = known[call.graph, entering]
+        for op in told.other_than_linear:
+            if (index, op.name) not in denominators:
+                found[_where(call, op), op.name] = op.target_name
+        for op in told.mixing:
+            mixed[_where(call, op), op.name] = op.target_name
+        levels.update(zip(call.outs, told.levels, strict=True))
+        ranges.update(o for o, is_range in zip(call.outs, told.ranges, strict=True) if is_range)
+        sums.update(o for o, is_sum in zip(call.outs, told.sums, strict=True) if is_sum)
     notes = [SUM_NOTE] if program.loss in sums else []
     if found:
         notes.append(
@@ -119,6 +104,62 @@ def linearity_notes(
             "not lie in dimension 0"
         )
     return tuple(notes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    """What is told of a call of a graph.
+
+    Attributes:
+        other_than_linear: ops that are not linear in what all rows made.
+        mixing: ops that mix rows with each other.
+        levels, ranges, sums: per output, what it is made of, and whether it is a range or a sum.
+    """
+
+    other_than_linear: tuple[Op, ...]
+    mixing: tuple[Op, ...]
+    levels: tuple[_Made, ...]
+    ranges: tuple[bool, ...]
+    sums: tuple[bool, ...]
+
+
+def _told(
+    graph: BlockGraph,
+    entering: Sequence[tuple[_Made, bool, bool]],
+    dims: Mapping[str, OpDimensions],
+) -> _Told:
+    """Return what is told of a call, by what each of its arguments is: made of, a range, a sum."""
+    given = dict(zip(graph.inputs, entering, strict=True))
+    inner: _Levels = {name: made for name, (made, _, _) in given.items()}
+    own = _ranges(graph.ops, {name for name, (_, is_range, _) in given.items() if is_range})
+    summed = {name for name, (_, _, is_sum) in given.items() if is_sum}
+    found, mixing = [], []
+    for op in graph.ops:
+        made, is_linear = _made(op, inner, dims.get(op.name), graph)
+        operands = {inner.get(name, "free") for name in op.inputs()}
+        if is_row_sum(
+            op,
+            reduces_rows=made == "all" and "all" not in operands,
+            sums=summed,
+            made_of_rows={name for name in op.inputs() if inner.get(name, "free") != "free"},
+        ):
+            summed.add(op.name)
+        inner[op.name] = made
+        if not is_linear:
+            found.append(op)
+        if _compares_rows(op, dims.get(op.name)) or _picks_rows(op, inner, own, dims):
+            mixing.append(op)
+    return _Told(
+        other_than_linear=tuple(found),
+        mixing=tuple(mixing),
+        levels=tuple(inner.get(name, "free") for name in graph.outputs),
+        ranges=tuple(name in own for name in graph.outputs),
+        sums=tuple(name in summed for name in graph.outputs),
+    )
+
+
+def _where(call: Call, op: Op) -> str:
+    return ".".join(part for part in (call.fqn, op.fqn) if part) or "the loss"
 
 
 def _first_of(found: Mapping[tuple[str, str], str]) -> str:

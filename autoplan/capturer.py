@@ -31,6 +31,7 @@ from autoplan.batches import (
     microbatch_like,
     split_batch,
 )
+from autoplan.collecting import without_collections
 from autoplan.errors import TraceError
 from autoplan.exporter import export
 from autoplan.flattener import ExportError
@@ -115,6 +116,7 @@ def _task(
     return _Task(model, microbatch_like(batch, rows, dims), loss_fn, rows, dims, autocast)
 
 
+@without_collections()
 def _capture(task: _Task, *, full_depth: bool = False, allow_opaque: bool = True) -> Program:
     if not full_depth:
         with contextlib.suppress(TraceError, NotAChain):

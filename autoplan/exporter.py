@@ -7,6 +7,7 @@ checkpointing in the model is put in line by the export; it is noticed here.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import logging
 import re
@@ -31,13 +32,21 @@ from autoplan.opaque import OpaqueCalls
 from autoplan.patching import replaced
 from autoplan.segments import FlatProgram
 
-__all__ = ["export"]
+__all__ = ["export", "import_export"]
 
 CHECKPOINT_NOTE = (
     "the model checkpoints activations itself (torch.utils.checkpoint or "
     "gradient_checkpointing_enable): the trace ignores it, because the plan decides what is "
     "recomputed; switch it off in the model"
 )
+
+
+def import_export() -> None:
+    """Import what an export imports when it is first asked for.
+
+    A process that is forked afterwards need not do it again.
+    """
+    importlib.import_module("torch.export._trace")
 
 
 def export(

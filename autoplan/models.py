@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from autoplan.batches import LossFn
+from autoplan.collecting import without_collections
 from autoplan.errors import AutoplanError
 
 __all__ = ["PRESETS", "LoadedModel", "example_batch", "load_model"]
@@ -90,6 +91,7 @@ PRESETS: Mapping[str, _Preset] = {
 }
 
 
+@without_collections()
 def load_model(
     spec: str,
     *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 
@@ -62,8 +63,13 @@ def storage_owners(ops: Sequence[Op]) -> dict[str, str]:
 def _may_alias(op: Op) -> bool:
     target = bare(op).target
     if isinstance(target, torch._ops.OpOverload):
-        return any(result.alias_info is not None for result in target._schema.returns)
+        return _returns_alias(target)
     return target is operator.getitem
+
+
+@functools.cache
+def _returns_alias(target: torch._ops.OpOverload) -> bool:
+    return any(result.alias_info is not None for result in target._schema.returns)
 
 
 def written_values(ops: Sequence[Op]) -> set[str]:

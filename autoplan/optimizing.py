@@ -15,9 +15,9 @@ from autoplan.alone import alone_notes
 from autoplan.bounds import unrunnable_reason
 from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
+from autoplan.collecting import without_what_stays
 from autoplan.dry_run_result import LayoutNumerics
 from autoplan.errors import AutoplanError, InfeasibleError, SearchLimitError
-from autoplan.garbage import spared
 from autoplan.leanest import least_memory
 from autoplan.limits import constraint_texts, make_limits
 from autoplan.plan import Plan, SearchRecord, Simpler
@@ -137,7 +137,7 @@ def on_rank_zero(search: Callable[[], Plan], *, attached: Any) -> Plan:
     return replace(Plan.from_json(answer[0]), attached=attached)
 
 
-@spared()
+@without_what_stays()
 def find_plan(
     planner: Planner,
     time_limit_s: float = 120.0,

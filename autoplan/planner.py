@@ -34,6 +34,7 @@ from autoplan.conventions import Convention
 from autoplan.costs import Pricer
 from autoplan.deferral import splits
 from autoplan.errors import TraceError
+from autoplan.exporter import import_export
 from autoplan.frontiers import Decision, Frontiers
 from autoplan.graph import ParameterTrace, Trace
 from autoplan.interleaving import Alike, alike_run
@@ -182,32 +183,39 @@ class Planner:
         try:
             settings = self.settings()
             sizes = {setting.microbatch_size for setting in settings}
-            if beside is None and has_autograd_threads():
+            if not beside and has_autograd_threads():
                 # A process that is forked for the search could not trace what is missing.
                 for size in sorted(sizes):
                     self.trace(size)
-            if beside is None or max(sizes) == 1:
+            if not beside or max(sizes) == 1:
                 return
-            self._look_ahead(settings, beside.is_done)
+            self._look_ahead(settings, lambda: all(one.is_done() for one in beside))
             begun = time.perf_counter()
-            for rows, (found, program) in beside.result().items():
-                self._exact[rows] = found
-                self._elsewhere[rows] = program
+            for one in beside:
+                for rows, (found, program) in one.result().items():
+                    self._exact[rows] = found
+                    self._elsewhere[rows] = program
             self.trace_time_s += time.perf_counter() - begun
         finally:
-            if beside is not None:
-                beside.end()
+            for one in beside:
+                one.end()
 
-    def _traced_beside(self) -> Beside[dict[int, tuple[Trace, bytes | None]]] | None:
-        """Start to trace larger sizes in a process of its own; None where it is not worth it."""
+    def _traced_beside(self) -> list[Beside[dict[int, tuple[Trace, bytes | None]]]]:
+        """Start to trace larger sizes in processes of their own, where it is worth it."""
         most = self._most_rows()
         missing = [rows for rows in _TRACED_ROWS if rows <= most and rows not in self._exact]
         is_large = sum(1 for _ in self.model.modules()) > _WORTH_A_PROCESS_MODULES
         if not missing or not is_large or "microbatch_size" in self.pins or self.num_workers() == 1:
-            return None
+            return []
         if has_autograd_threads():
-            return None
-        return Beside(lambda: {rows: self._to_send(rows) for rows in missing})
+            return []
+        import_export()
+        count = min(self.num_workers() - 1, len(missing))
+        shares = [missing[index::count] for index in range(count)]
+        return [
+            Beside(lambda share=share: {rows: self._to_send(rows) for rows in share})  # type: ignore[misc]
+            for share in shares
+        ]
 
     def _to_send(self, microbatch_size: int) -> tuple[Trace, bytes | None]:
         """Return a trace and its program in the form in which another process can read it."""

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autoplan.cluster import Cluster
+from autoplan.collecting import without_collections
 from autoplan.limits import LIMITED_KEYS
 from autoplan.plan import Plan
 from autoplan.units import format_seconds
@@ -147,8 +148,9 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="Write the plan as JSON.")] = None,
 ) -> None:
     """Find the fastest plan that fits, and prove how far from optimal it can be."""
-    from autoplan.models import load_model
-    from autoplan.optimizing import optimize
+    with without_collections():
+        from autoplan.models import load_model
+        from autoplan.optimizing import optimize
 
     pins = parse_pins(pin or ())
     bounds, forbidden = parse_limits(within or (), forbid or ())

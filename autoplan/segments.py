@@ -334,8 +334,8 @@ def _lengthen(
         chain.append(call)
     calls = calls[: found[0]] + chain + calls[found[1] + 1 :]
     aliases = dict(aliases)
+    own = [name for name in aliases if name.startswith(fqns[0] + ".")]
     for fqn in fqns[2:]:
-        own = [a for a in aliases if a.startswith(fqns[0] + ".")]
         for name in own:
             aliases[_moved(name, fqns[0], fqn)] = _moved(aliases[name], fqns[0], fqn)
     return calls, aliases

@@ -7,12 +7,12 @@ what is written to a copy. And a stage has its own copy of the states that its c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoplan.graph import ChangedState, LostWrite
 from autoplan.op_facts import storage_owners, written_values
-from autoplan.program import Call, Program
+from autoplan.program import BlockGraph, Call, Program
 
 __all__ = ["changed_parameter_text", "changed_states", "lost_under", "lost_writes", "why_copied"]
 
@@ -68,12 +68,14 @@ def why_copied(mode: str, *, pp: int, zero_stage: int, is_mixed: bool) -> str:
 
 def lost_writes(program: Program) -> tuple[LostWrite, ...]:
     """Return the writes to what enters a call that somebody misses if they are made to copies."""
-    memory = _Memory()
+    memory = _Memory.of(program)
+    if not any(memory.written):
+        return ()
     writers: dict[str, list[int]] = {}  # the calls that wrote to a memory
     made: dict[str, int] = {}
     found: dict[LostWrite, None] = {}
     for index, call in enumerate(program.calls):
-        writes = _written_arguments(program, call)
+        writes = memory.written_arguments(call)
         changed = {memory.first(arg) for arg in writes}
         for arg in call.args:
             first = memory.first(arg)
@@ -86,36 +88,31 @@ def lost_writes(program: Program) -> tuple[LostWrite, ...]:
         for first in changed:
             writers.setdefault(first, []).append(index)
         made.update(dict.fromkeys(call.outs, index))
-        memory.add(program, call)
+        memory.add(call)
     return tuple(found)
 
 
 def changed_states(program: Program) -> tuple[ChangedState, ...]:
     """Return the states that the forward writes to, each with the calls that read or write it."""
-    memory = _Memory()
+    memory = _Memory.of(program)
+    if not any(memory.written):
+        return ()
     changed: dict[str, None] = {}
     users: dict[str, list[int]] = {}
     for index, call in enumerate(program.calls):
         graph = program.graphs[call.graph]
-        written = written_values(graph.ops)
+        written = memory.written[call.graph]
         for state, fqn in zip(graph.states, call.states, strict=True):
             users.setdefault(fqn, []).append(index)
             if state.name in written:
                 changed[fqn] = None
-        for arg in _written_arguments(program, call):
+        for arg in memory.written_arguments(call):
             fqn = memory.states.get(memory.first(arg), "")
             if fqn:
                 changed[fqn] = None
                 users[fqn].append(index)
-        memory.add(program, call)
+        memory.add(call)
     return tuple(ChangedState(fqn=fqn, calls=tuple(dict.fromkeys(users[fqn]))) for fqn in changed)
-
-
-def _written_arguments(program: Program, call: Call) -> set[str]:
-    """Return the values of the program that a call writes to."""
-    graph = program.graphs[call.graph]
-    inner = dict(zip(graph.inputs, call.args, strict=True))
-    return {inner[name] for name in written_values(graph.ops) & set(inner)}
 
 
 @dataclass(slots=True)
@@ -123,23 +120,40 @@ class _Memory:
     """Which values of a program lie in the same memory.
 
     Attributes:
+        graphs: of the program.
+        written: per graph, the values whose memory its ops write to.
+        owners: per graph, `storage_owners` of its ops.
         firsts: per value that has it in common with an earlier one: the first of them.
         states: such first values that lie in the memory of a state: its FQN.
     """
 
+    graphs: Sequence[BlockGraph]
+    written: Sequence[set[str]]
+    owners: Sequence[dict[str, str]]
     firsts: dict[str, str] = field(default_factory=dict)
     states: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, program: Program) -> _Memory:
+        """Return what is known before the first call."""
+        written = [written_values(graph.ops) for graph in program.graphs]
+        owners = [storage_owners(graph.ops) for graph in program.graphs]
+        return cls(graphs=program.graphs, written=written, owners=owners)
+
+    def written_arguments(self, call: Call) -> set[str]:
+        """Return the values of the program that a call writes to."""
+        inner = dict(zip(self.graphs[call.graph].inputs, call.args, strict=True))
+        return {inner[name] for name in self.written[call.graph] & set(inner)}
 
     def first(self, value: str) -> str:
         """Return the first value in the memory of a value."""
         return self.firsts.get(value, value)
 
-    def add(self, program: Program, call: Call) -> None:
+    def add(self, call: Call) -> None:
         """Take in what a call returns."""
-        graph = program.graphs[call.graph]
+        graph, owners = self.graphs[call.graph], self.owners[call.graph]
         inner = dict(zip(graph.inputs, call.args, strict=True))
         fqns = dict(zip((s.name for s in graph.states), call.states, strict=True))
-        owners = storage_owners(graph.ops)
         own: dict[str, str] = {}
         for name, out in zip(graph.outputs, call.outs, strict=True):
             owner = owners.get(name, name)

@@ -86,20 +86,21 @@ def fingerprint(module: nn.Module, uses: Counter[int] | None = None) -> Any:
             continue
         shared = id(tensor) if uses is not None and uses[id(tensor)] > 1 else 0
         states.append((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, shared))
-    attributes = tuple(
-        (name, _plain(value, 3))
-        for name, value in sorted(vars(module).items())
-        if _is_read(name, value)
-    )
+    read = {name: value for name, value in vars(module).items() if _is_read(name, value)}
+    attributes = tuple((name, _plain(read[name], 3)) for name in sorted(read))
     children = tuple((name, fingerprint(child, uses)) for name, child in module.named_children())
     return (type(module), tuple(states), attributes, children)
 
 
 def _is_read(name: str, value: Any) -> bool:
     """Return whether an attribute can change what `forward` does; empty hooks cannot."""
-    if name in _PRIVATE or (isinstance(value, dict) and not value):
-        return False
-    return not any(word in name for word in _INDEX_WORDS)
+    is_empty = not value if isinstance(value, dict) else False
+    return not is_empty and not _is_left_out(name)
+
+
+@functools.cache
+def _is_left_out(name: str) -> bool:
+    return name in _PRIVATE or any(word in name for word in _INDEX_WORDS)
 
 
 def _plain(value: Any, depth: int) -> Any:

@@ -20,6 +20,7 @@ from autoplan.backends import Backend
 from autoplan.batch_linearity import linearity_notes
 from autoplan.batches import LossFn
 from autoplan.capturer import capture
+from autoplan.collecting import without_collections
 from autoplan.custom_ops import custom_op
 from autoplan.dimensions import program_dimensions
 from autoplan.graph import (
@@ -99,6 +100,7 @@ def remember(program: Program) -> None:
         del _RECENT[next(iter(_RECENT))]
 
 
+@without_collections()
 def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str) -> Trace:
     """Return the trace of a captured program.
 

@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parent.parent
 # The layers in the order in which the data flows; a module imports only its own and lower ones,
 # where it is imported (not only named for types, and not inside a function).
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "units", "patching"),
+    ("errors", "units", "patching", "collecting"),
     ("split_backward",),
     ("compat", "mask_causality"),
     ("codec",),
@@ -40,7 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "plan",
         "tensor_layout",
     ),
-    ("redistribution", "program", "hf", "interpreter", "processes", "garbage"),
+    ("redistribution", "program", "hf", "interpreter", "processes"),
     ("collectives", "thread_ranks"),
     (
         "autocast",
