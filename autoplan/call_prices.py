@@ -46,7 +46,8 @@ class BlockPrice:
     Attributes:
         forward_s, backward_s: of one micro-batch, everything included.
         once_s: of once a step: the optimizer, and reductions that happen once.
-        by_category: of a micro-batch: compute, recompute, tensor_parallel, zero.
+        by_category: of a micro-batch: compute, recompute, tensor_parallel, zero, and where there
+            are any offload, context_parallel.
         once_by_category: of a step: zero, optimizer, tensor_parallel, pipeline.
     """
 
@@ -135,6 +136,7 @@ def call_price(
     has_buffer = workload.engine.has_gradient_buffer
     summed_s = work.summed_s if has_buffer else 0.0
     tensor_s = work.comm_forward_s + work.comm_backward_s + work.summed_s - summed_s
+    context_s = work.layout.context_s
     backward += work.summed_s - summed_s
     once_zero_s = zero.once_gather_s + zero.once_reduce_s
     if overlaps(setting, cluster):
@@ -158,7 +160,8 @@ def call_price(
             "compute": work.compute_forward_s + work.compute_backward_s + host_f + host_b,
             "recompute": work.redo_s,
             **({"offload": 2 * work.away_s} if work.away_s else {}),
-            "tensor_parallel": tensor_s,
+            **({"context_parallel": context_s} if context_s else {}),
+            "tensor_parallel": tensor_s - context_s,
             "zero": exposed_f + exposed_b,
         },
         once_by_category={

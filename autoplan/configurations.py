@@ -146,21 +146,31 @@ def setting_of(
     virtual_stages: int,
     is_own: bool,
     offload: Literal["none", "optimizer"],
+    context: int = 1,
 ) -> Setting:
+    """Return a given configuration as a setting, whose dp counts the ranks of `context` too.
+
+    Raises:
+        ValueError: a number is impossible.
+    """
     sizes = {
         "tp": tp,
         "pp": pp,
         "microbatch_size": microbatch_size,
         "virtual_stages": virtual_stages,
+        "context_parallel": context,
     }
     for label, value in sizes.items():
         if value < 1:
             raise ValueError(f"{label}={value}: must be at least 1")
     if offload != "none" and zero_stage != 3:
         raise ValueError(f"offload={offload!r} with zero_stage={zero_stage}: it needs zero_stage=3")
-    dp = dp if dp is not None else world // (tp * pp)
-    if dp < 1 or dp * tp * pp != world:
-        raise ValueError(f"dp={dp} * tp={tp} * pp={pp} is not the {world} devices of the cluster")
+    dp = dp if dp is not None else world // (tp * pp * context)
+    if dp < 1 or dp * tp * pp * context != world:
+        what = f" * context_parallel={context}" if context > 1 else ""
+        raise ValueError(
+            f"dp={dp} * tp={tp} * pp={pp}{what} is not the {world} devices of the cluster"
+        )
     if batch % (dp * microbatch_size):
         raise ValueError(
             f"global batch {batch} does not divide into dp={dp} times micro-batches of "
@@ -180,11 +190,12 @@ def setting_of(
         raise ValueError(f"virtual_stages={virtual_stages} needs pp > 1")
     if pp > 1:
         schedule_actions(schedule, pp, m, virtual_stages)
+    ranks = dp * context
     return Setting(
-        dp=dp,
+        dp=ranks,
         tp=tp,
         pp=pp,
-        zero_stage=zero_stage if dp > 1 or offload != "none" else 0,
+        zero_stage=zero_stage if ranks > 1 or offload != "none" else 0,
         microbatch_size=microbatch_size,
         num_microbatches=m,
         schedule="none" if pp == 1 else schedule,  # type: ignore[arg-type]

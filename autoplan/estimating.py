@@ -21,6 +21,7 @@ from autoplan.configurations import (
     stage_ends_of,
     with_recompute,
 )
+from autoplan.context_batches import check_context, token_slices
 from autoplan.engines import AUTOPLAN, Engine, engine_named
 from autoplan.errors import PlanError
 from autoplan.graph import Trace
@@ -52,6 +53,7 @@ class Estimate:
         fits: every stage is within it; where an allocator was asked for, also what it wastes.
         reserved_memory_bytes: per stage, what the caching allocator of torch holds at most for the
             tensors, context and communicators excluded; None where no allocator was asked for.
+        context_parallel: ranks over which every sequence lies.
         written: the plan, or None where autoplan prices the configuration but does not emit it.
     """
 
@@ -63,6 +65,7 @@ class Estimate:
     fits: bool
     written: Plan | None
     reserved_memory_bytes: tuple[int, ...] | None = None
+    context_parallel: int = 1
 
     @property
     def plan(self) -> Plan:
@@ -74,9 +77,9 @@ class Estimate:
         if self.written is None:
             raise PlanError(
                 "this configuration is priced only, it has no plan that could be run: leave out "
-                "engine, tensor_layout, product_dtype, is_compiled, traces, recompute='attention' "
-                "and zero_bubble with FSDP or recompute, and give every stage a block with "
-                "parameters"
+                "engine, tensor_layout, product_dtype, is_compiled, traces, recompute='attention', "
+                "context_parallel and zero_bubble with FSDP or recompute, and give every stage a "
+                "block with parameters"
             )
         return self.written
 
@@ -87,8 +90,9 @@ class Estimate:
 
     def __str__(self) -> str:
         word = "fits" if self.fits else "does not fit"
+        context = f" with context_parallel={self.context_parallel}"
         return (
-            f"{word}: {self.step_time_s:.4g} s a step, peak "
+            f"{word}{context * (self.context_parallel > 1)}: {self.step_time_s:.4g} s a step, peak "
             f"{format_bytes(max(self.peak_memory_bytes))} of {format_bytes(self.capacity_bytes)} "
             f"({format_bytes(self.margin_bytes)} left)"
         )
@@ -124,6 +128,7 @@ def estimate(
     is_compiled: bool = False,
     attention_kernel: str = "",
     offload: Literal["none", "optimizer"] = "none",
+    context_parallel: int = 1,
     allocator: Literal["segments", "expandable"] | None = None,
     traces: MutableMapping[int, Trace] | None = None,
 ) -> Estimate:
@@ -155,14 +160,21 @@ def estimate(
             `flash1`; empty: the profile's default.
         offload: `optimizer`: shards of parameters, gradients and optimizer state lie in host
             memory; with zero_stage=3 only.
+        context_parallel: ranks over which every sequence lies, next to those of tp: the devices are
+            dp * tp * pp * context_parallel, and ZeRO shards over, and gradients are summed over,
+            dp * context_parallel ranks. It divides the tokens along the dimension of the batch
+            after `batch_dim`, twice under a causal mask; only attention may mix them. The
+            exchange of keys is the engine's (`autoplan.context_parallel`). No search chooses it.
         allocator: also predict what torch's caching allocator reserves: with `segments` of fixed
             size (its default), or `expandable` ones (`expandable_segments:True`).
         traces: filled with the traces by micro-batch size; give the same mapping again for the
-            same model and batch to save the tracing.
+            same model, batch and context_parallel to save the tracing.
 
     Raises:
         ValueError: a number is impossible; says which would do.
     """
+    if context_parallel > 1:
+        batch = _own_tokens(model, batch, batch_dim, context_parallel, axis_order)
     planner = make_planner(
         model,
         cluster,
@@ -186,6 +198,7 @@ def estimate(
         product_dtype=product_dtype,
         is_compiled=is_compiled,
         attention_kernel=attention_kernel,
+        context_parallel=context_parallel,
     )
     if traces is not None:
         planner.share_traces(traces)
@@ -201,11 +214,14 @@ def estimate(
         virtual_stages=virtual_stages,
         is_own=not planner.workload.engine.has_gradient_buffer,
         offload=offload,
+        context=context_parallel,
     )
     setting = placed(setting, dp_replicate, axis_order)
     clusters = [planner.cluster.on_stage(setting, stage) for stage in range(pp)]
     totals = tuple(cluster.total_bytes for cluster in clusters)
     trace = planner.trace(microbatch_size)
+    if context_parallel > 1:
+        check_context(trace, context_parallel)
     ends = stage_ends_of(trace, stage_ends, pp, virtual_stages)
     is_ruled = tensor_layout == "megatron" and tp > 1
     if is_ruled:
@@ -234,6 +250,7 @@ def estimate(
         and "attention" not in rules
         and product_dtype is None
         and not is_compiled
+        and context_parallel == 1
         and (pp == 1 or is_runnable(trace, ends))
     )
     pricer = planner.pricer(microbatch_size)
@@ -243,7 +260,8 @@ def estimate(
             pricer, setting, ends, decisions, is_expandable=allocator == "expandable"
         )
     if not is_emitted or traces is not None:
-        return _priced(plan_price(pricer, setting, ends, decisions), totals, reserved)
+        price = plan_price(pricer, setting, ends, decisions)
+        return _priced(price, totals, reserved, context_parallel)
     record = SearchRecord(status="priced", objective_s=0.0, bound_s=0.0, gap=0.0, wall_time_s=0.0)
     plan = planner.write(setting, ends, decisions, record)
     predicted = plan.predicted
@@ -257,6 +275,22 @@ def estimate(
         written=plan,
         reserved_memory_bytes=tuple(stage.reserved for stage in reserved) or None,
     )
+
+
+def _own_tokens(
+    model: nn.Module, batch: Any, batch_dim: Any, context_parallel: int, axis_order: AxisOrder
+) -> Any:
+    """Return a batch with the tokens that one rank of context parallelism has."""
+    if axis_order != "tp-dp-pp":
+        raise ValueError(
+            f"context_parallel={context_parallel} with axis_order={axis_order!r}: its ranks lie "
+            "next to those of tp and count as data-parallel ones: use 'tp-dp-pp'"
+        )
+    if batch is None:
+        from autoplan.models import example_batch
+
+        batch = example_batch(model)
+    return token_slices(batch, context_parallel, batch_dim)
 
 
 def _set_engine(planner: Planner, engine: Engine, zero_stage: int) -> None:
@@ -276,7 +310,9 @@ def _fits(peaks: Sequence[int], totals: Sequence[int]) -> bool:
     return all(peak <= total for peak, total in zip(peaks, totals, strict=True))
 
 
-def _priced(price: PlanPrice, totals: tuple[int, ...], reserved: tuple[Reserved, ...]) -> Estimate:
+def _priced(
+    price: PlanPrice, totals: tuple[int, ...], reserved: tuple[Reserved, ...], context_parallel: int
+) -> Estimate:
     peaks = tuple(stage.peak for stage in price.memory)
     return Estimate(
         step_time_s=price.step_time_s,
@@ -287,4 +323,5 @@ def _priced(price: PlanPrice, totals: tuple[int, ...], reserved: tuple[Reserved,
         fits=_fits(peaks, totals) and all(stage.fits for stage in reserved),
         written=None,
         reserved_memory_bytes=tuple(stage.reserved for stage in reserved) or None,
+        context_parallel=context_parallel,
     )

@@ -45,13 +45,14 @@ class TraceStore:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
-        self._by_shape: dict[Shape, _Traces] = {}
+        self._by_shape: dict[str, _Traces] = {}
 
-    def of(self, shape: Shape) -> MutableMapping[int, Trace]:
-        """Return the traces of a shape; what is added is kept."""
-        if shape not in self._by_shape:
-            self._by_shape[shape] = _Traces(self.folder, str(shape))
-        return self._by_shape[shape]
+    def of(self, shape: Shape, context_parallel: int = 1) -> MutableMapping[int, Trace]:
+        """Return the traces of a shape, or of a part of its tokens; what is added is kept."""
+        text = f"{shape} cp={context_parallel}" if context_parallel > 1 else str(shape)
+        if text not in self._by_shape:
+            self._by_shape[text] = _Traces(self.folder, text)
+        return self._by_shape[text]
 
 
 class _Traces(dict[int, Trace]):
@@ -196,7 +197,7 @@ def _estimate(
         configuration.cluster,
         batch_of(shape),
         global_batch_size=configuration.global_batch,
-        traces=store.of(shape),
+        traces=store.of(shape, configuration.options["context_parallel"]),
         allocator=allocator,
         **configuration.options,
     )
@@ -204,7 +205,8 @@ def _estimate(
 
 def stages_of_first_node(configuration: Configuration) -> int:
     """Return how many stages have ranks on the first node; stages are the outermost dimension."""
-    ranks = int(configuration.options["dp"] * configuration.options["tp"])
+    degrees = configuration.options
+    ranks = int(degrees["dp"] * degrees["context_parallel"] * degrees["tp"])
     return -(-configuration.cluster.gpus_per_node // ranks)
 
 

@@ -85,6 +85,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("op_classes",),
     (
         "settings",
+        "context_batches",
         "setting_rules",
         "offload",
         "local",
@@ -112,7 +113,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("block_choice",),
     ("detours",),
     ("frontiers", "conventions"),
-    ("decomposed",),
+    ("decomposed", "context_parallel"),
     ("block_work", "call_prices"),
     ("costs",),
     ("stage_bytes",),
