@@ -125,7 +125,10 @@ def _attention_fake(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     output = torch.empty_like(query)
     if value.shape[-1] != query.shape[-1]:
-        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        # In memory as the query lies, whose dimensions may be transposed.
+        order = sorted(range(query.dim()), key=lambda dim: query.stride(dim), reverse=True)
+        shape = (*query.shape[:-1], value.shape[-1])
+        output = torch.empty_permuted(shape, order, dtype=query.dtype, device=query.device)
     return output, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from autoplan.context_parallel import is_exchanged, with_context_held, with_context_times
 from autoplan.decomposed import beside_products
 from autoplan.deferral import op_parts, released_bytes
+from autoplan.expert_parallel import EXCHANGE
 from autoplan.frames import with_attention_held
 from autoplan.frontiers import Decision
 from autoplan.fusion import fused_kernels, joined, with_narrow_operands
@@ -61,6 +62,13 @@ class LayoutWork:
     total: OpTime
     summed_s: float
     context_s: float = 0.0
+
+    @cached_property
+    def exchange_s(self) -> float:
+        """Return the seconds in which rows go to experts and back, and their gradients."""
+        exchanged = (op.name for op in self.local.ops if op.op and op.op.target == EXCHANGE)
+        found = [self.times[name] for name in exchanged]
+        return sum(time.forward_comm_s + time.backward_comm_s for time in found)
 
     @cached_property
     def deferred(self) -> Deferred:

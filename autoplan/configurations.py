@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from autoplan.expert_parallel import UNDIVIDED, ExpertParallel
 from autoplan.frontiers import Decision
 from autoplan.graph import BlockTrace, Trace
 from autoplan.inner_recompute import attention_core
@@ -19,6 +20,7 @@ from autoplan.tensor_layout import TOKEN_BORDERS, WHOLE_BORDERS, megatron_axes
 __all__ = [
     "RecomputeRule",
     "check_choices",
+    "experts_of",
     "placed",
     "recompute_rules",
     "ruled_decisions",
@@ -66,6 +68,53 @@ def check_choices(
         raise ValueError(f"tensor_layout={tensor_layout!r}; allowed are fastest and megatron")
     if sequence_parallel and (tensor_layout != "megatron" or tp == 1):
         raise ValueError("sequence_parallel needs tp > 1 and tensor_layout='megatron'")
+
+
+def experts_of(
+    degree: int,
+    tensor_parallel: int | None,
+    setting: Setting,
+    *,
+    has_gradient_buffer: bool,
+    is_sequence_parallel: bool,
+) -> ExpertParallel:
+    """Return how experts lie over the ranks of a stage.
+
+    Args:
+        degree: ranks that hold different experts.
+        tensor_parallel: ranks that share the matrices of one; None: as many as there is tensor
+            parallelism.
+        setting: degrees.
+        has_gradient_buffer: of the engine.
+        is_sequence_parallel: activations between products are slices of tokens.
+
+    Raises:
+        ValueError: says which degrees would do.
+    """
+    if degree == 1:
+        return UNDIVIDED
+    tp, ranks = setting.tp, setting.dp * setting.tp
+    shared = tp if tensor_parallel is None else tensor_parallel
+    if degree < 1 or shared not in (1, tp):
+        raise ValueError(
+            f"expert_parallel={degree}, expert_tensor_parallel={shared}: the first must be at "
+            f"least 1, the second 1 or tp={tp}"
+        )
+    if ranks % (degree * shared):
+        raise ValueError(
+            f"expert_parallel={degree} times expert_tensor_parallel={shared} does not divide the "
+            f"{ranks} ranks of a stage (dp={setting.dp} * tp={tp})"
+        )
+    if not has_gradient_buffer or setting.zero_stage > 1:
+        raise ValueError(
+            f"expert_parallel={degree} is priced for engines with a gradient buffer (megatron) and "
+            "zero_stage 0 or 1"
+        )
+    if tp > 1 and not is_sequence_parallel:
+        raise ValueError(f"expert_parallel={degree} with tp={tp} needs sequence_parallel=True")
+    if setting.axis_order != "tp-dp-pp":
+        raise ValueError(f"expert_parallel={degree} needs axis_order='tp-dp-pp'")
+    return ExpertParallel(degree=degree, tensor_parallel=shared)
 
 
 def stage_ends_of(

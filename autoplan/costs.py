@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoplan.block_work import BlockWork, LayoutWork, layout_work, make_work
 from autoplan.call_prices import (
@@ -24,6 +24,7 @@ from autoplan.cluster import Cluster
 from autoplan.conventions import WHOLE, Convention, StateSlices, possible_conventions
 from autoplan.deferral import graph_nodes
 from autoplan.detours import DetourDecisions, hands_to_alike
+from autoplan.expert_parallel import expert_states
 from autoplan.frontiers import Decision, Frontiers
 from autoplan.graph import Trace
 from autoplan.local import localize
@@ -264,7 +265,10 @@ class Pricer:
 
     def _new_timer(self, tp: int, is_glue: bool, tally: Tally) -> Timer:
         dtype = None if is_glue else self.workload.product_dtype
-        return Timer(self.cluster, tp, tally, dtype, self.workload.attention_kernel)
+        workload = self.workload
+        return Timer(
+            self.cluster, tp, tally, dtype, workload.attention_kernel, experts=workload.experts
+        )
 
     def lookups(self, block: int, decision: Decision, tp: int) -> Counter[str]:
         """Return how the times of a block's ops are found, forward and backward each."""
@@ -312,7 +316,7 @@ class Pricer:
         """
         is_new = self._new_states(call, held)
         held.update(self._canonical(call))
-        return self._group_of(call, decision, setting.tp, is_new)
+        return self._group_of(call, decision, setting, is_new)
 
     def _new_states(self, call: int, held: Collection[str]) -> tuple[bool, ...]:
         """Return for each state of a call whether no earlier one, nor another call, has it."""
@@ -322,12 +326,20 @@ class Pricer:
         )
 
     def _group_of(
-        self, call: int, decision: Decision, tp: int, is_new: tuple[bool, ...]
+        self, call: int, decision: Decision, setting: Setting, is_new: tuple[bool, ...]
     ) -> GroupBytes:
-        block = self.trace.calls[call].block
-        key = (block, tp, decision.layout, is_new)
+        block, tp, experts = self.trace.calls[call].block, setting.tp, self.workload.experts
+        copies = experts.copies(setting.dp, tp) if experts.degree > 1 else 0
+        key = (block, tp, decision.layout, is_new, copies)
         if key not in self._groups:
-            self._groups[key] = self._make_group(block, decision, tp, is_new)
+            group = self._make_group(block, decision, tp, is_new)
+            states = expert_states(self.trace.blocks[block]) if copies else frozenset()
+            if states:
+                names = (state.name for state in self.trace.blocks[block].states)
+                own = [new and n in states for n, new in zip(names, is_new, strict=True)]
+                part = replace(self._make_group(block, decision, tp, own), copies=copies)
+                group = replace(group, experts=part)
+            self._groups[key] = group
         return self._groups[key]
 
     def _canonical(self, call: int) -> tuple[str, ...]:
@@ -377,7 +389,7 @@ class Pricer:
         key = (call, setting.pp == 1)
         if key not in self._own:
             self._own[key] = self._new_states(call, self.shared_before(call) if key[1] else ())
-        return self._group_of(call, decision, setting.tp, self._own[key])
+        return self._group_of(call, decision, setting, self._own[key])
 
     def price(self, call: int, decision: Decision, setting: Setting) -> BlockPrice:
         """Return the seconds of a call under a setting."""

@@ -14,6 +14,7 @@ from autoplan.cluster import Cluster
 from autoplan.configurations import (
     RecomputeRule,
     check_choices,
+    experts_of,
     placed,
     recompute_rules,
     ruled_decisions,
@@ -24,6 +25,7 @@ from autoplan.configurations import (
 from autoplan.context_batches import check_context, token_slices
 from autoplan.engines import AUTOPLAN, Engine, engine_named
 from autoplan.errors import PlanError
+from autoplan.expert_parallel import divided
 from autoplan.graph import Trace
 from autoplan.meshes import AxisOrder
 from autoplan.plan import Plan, SearchRecord
@@ -77,9 +79,9 @@ class Estimate:
         if self.written is None:
             raise PlanError(
                 "this configuration is priced only, it has no plan that could be run: leave out "
-                "engine, tensor_layout, product_dtype, is_compiled, traces, recompute='attention', "
-                "context_parallel and zero_bubble with FSDP or recompute, and give every stage a "
-                "block with parameters"
+                "engine, tensor_layout, expert_parallel, context_parallel, product_dtype, "
+                "is_compiled, traces, recompute='attention' and zero_bubble with FSDP or "
+                "recompute, and give every stage a block with parameters"
             )
         return self.written
 
@@ -123,6 +125,8 @@ def estimate(
     stage_ends: Sequence[int] | Literal["blocks"] | None = None,
     tensor_layout: str = "fastest",
     sequence_parallel: bool = False,
+    expert_parallel: int = 1,
+    expert_tensor_parallel: int | None = None,
     engine: str | Engine = "autoplan",
     product_dtype: str | None = None,
     is_compiled: bool = False,
@@ -153,6 +157,11 @@ def estimate(
             equal counts of everything.
         tensor_layout: `fastest`: placements of a search; `megatron`: columns, then rows.
         sequence_parallel: activations between products are slices of tokens (layout `megatron`).
+        expert_parallel: ranks of a stage that hold different experts of the model, which is given
+            whole: parameters of three dimensions that products read with a matrix per expert. Rows
+            are exchanged before and after experts; routing counts as balanced. For engines with a
+            gradient buffer and ZeRO 0 or 1; see `autoplan.expert_parallel`.
+        expert_tensor_parallel: ranks that share the matrices of an expert, 1 or tp; None: tp.
         engine: the software that trains: a name in `autoplan.engines.ENGINES`, or an `Engine`.
         product_dtype: `float8`: linear layers of blocks multiply in it; None: the model's dtype.
         is_compiled: memory-bound ops of a block that hand their results on run as one kernel.
@@ -217,11 +226,20 @@ def estimate(
         context=context_parallel,
     )
     setting = placed(setting, dp_replicate, axis_order)
+    experts = experts_of(
+        expert_parallel,
+        expert_tensor_parallel,
+        setting,
+        has_gradient_buffer=planner.workload.engine.has_gradient_buffer,
+        is_sequence_parallel=sequence_parallel,
+    )
+    planner.workload = replace(planner.workload, experts=experts)
     clusters = [planner.cluster.on_stage(setting, stage) for stage in range(pp)]
     totals = tuple(cluster.total_bytes for cluster in clusters)
-    trace = planner.trace(microbatch_size)
+    whole = planner.trace(microbatch_size)
     if context_parallel > 1:
-        check_context(trace, context_parallel)
+        check_context(whole, context_parallel)
+    trace = divided(whole, experts, tp)
     ends = stage_ends_of(trace, stage_ends, pp, virtual_stages)
     is_ruled = tensor_layout == "megatron" and tp > 1
     if is_ruled:
@@ -253,7 +271,7 @@ def estimate(
         and context_parallel == 1
         and (pp == 1 or is_runnable(trace, ends))
     )
-    pricer = planner.pricer(microbatch_size)
+    pricer = planner.pricer(microbatch_size).of(trace)
     reserved: tuple[Reserved, ...] = ()
     if allocator is not None:
         reserved = reserved_memory(

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from autoplan.expert_parallel import STACKED
 from autoplan.graph import BlockTrace, OpTrace, Placement, ShardOption
 from autoplan.redistribution import transition
 from autoplan.tensor_layout import (
@@ -253,7 +254,7 @@ class _Builder:
         casts = tuple((cast.value, -(-cast.nbytes // split)) for cast in op.casts)
         self.storage |= {name: name for name, _ in casts}
         saved, internal = self._saved(op, local_of, split)
-        again = [n for n in inputs if n in self.slice_of and self.slice_of[n] in saved]
+        again = [n for n in self._gathered_again(op, inputs) if self.slice_of[n] in saved]
         regathered = sum(self.value_bytes[n] for n in again)
         masked = -(-op.nbytes // out_split) if _is_vocabulary_embedding(op, option) else 0
         self.ops.append(
@@ -283,6 +284,13 @@ class _Builder:
                 regathered_bytes=regathered,
             )
         )
+
+    def _gathered_again(self, op: OpTrace, inputs: Sequence[str]) -> list[str]:
+        """Return the inputs of which the slice is kept; what enters experts is kept as it is.
+
+        A dispatcher gathers it before it puts rows into the order of experts.
+        """
+        return [] if op.target in STACKED else [n for n in inputs if n in self.slice_of]
 
     def _is_reshaped_copy(self, op: OpTrace, inputs: Sequence[str]) -> bool:
         """Return whether a reshape that copies in the trace finds its input in order here.
@@ -314,7 +322,8 @@ class _Builder:
             sources = [n for n in op.inputs if self._owner(n) == tensor.value]
             if tensor.value and sources:
                 local = [local_of[source] for source in sources]
-                owners += [self.slice_of.get(name, self.storage[name]) for name in local]
+                again = self._gathered_again(op, local)
+                owners += [self.slice_of[n] if n in again else self.storage[n] for n in local]
             elif tensor.value == op.name:
                 owners.append(op.name)
             elif tensor.value in self.storage:

@@ -213,9 +213,13 @@ def _kind(op: Op, meter: Meter) -> tuple[OpKind, Gemm | None]:
 
 
 def _attention(op: Op, inputs: list[torch.Tensor]) -> tuple[int, int, int, int, int, int]:
-    """Return (batch, heads, seq_q, seq_k, head_dim, is causal) of an attention op."""
-    query, key = inputs[0], inputs[1]
+    """Return (batch, heads, seq_q, seq_k, head_dim, is causal) of an attention op.
+
+    Where queries and values are not of one width, head_dim is their mean: it has the same FLOPs.
+    """
+    query, key, value = inputs[:3]
     heads = query.shape[1] if query.dim() == 4 else 1
     batch = query.shape[:-2].numel() // heads
     is_causal = op.args[5] if len(op.args) > 5 else op.kwargs.get("is_causal", False)
-    return (batch, heads, query.shape[-2], key.shape[-2], query.shape[-1], int(is_causal))
+    width = (query.shape[-1] + value.shape[-1]) // 2
+    return (batch, heads, query.shape[-2], key.shape[-2], width, int(is_causal))

@@ -43,6 +43,7 @@ from autoplan.optimizers import Optimizer
 from autoplan.plan import Plan, SearchRecord, Simpler
 from autoplan.plan_prices import plan_lookups, plan_price
 from autoplan.plan_writer import write_plan
+from autoplan.program_pickles import packed, unpacked
 from autoplan.scaling import interpolate
 from autoplan.search.candidates import Candidate
 from autoplan.search.forks import Beside, usable_cores
@@ -59,7 +60,7 @@ from autoplan.settings import (
     settings_of,
 )
 from autoplan.stage_ends import most_stages
-from autoplan.tracer import trace
+from autoplan.tracer import recent_program, remember, trace
 from autoplan.walked_plans import memory_refinement
 
 __all__ = ["Planner", "make_planner"]
@@ -116,7 +117,7 @@ class Planner:
     ops_bounds: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     unusable: frozenset[tuple[str, str, str]] = frozenset()
     workers: int | None = None
-    _elsewhere: set[int] = field(default_factory=set)
+    _elsewhere: dict[int, bytes | None] = field(default_factory=dict)
     _usable: dict[int, Trace] = field(default_factory=dict)
     posed: dict[tuple[Setting, Convention, bool, bool], Posed] = field(default_factory=dict)
     least: dict[tuple[Setting, Convention], LeastCalls] = field(default_factory=dict)
@@ -189,15 +190,15 @@ class Planner:
                 return
             self._look_ahead(settings, beside.is_done)
             begun = time.perf_counter()
-            found = beside.result()
-            self._exact.update(found)
-            self._elsewhere.update(found)
+            for rows, (found, program) in beside.result().items():
+                self._exact[rows] = found
+                self._elsewhere[rows] = program
             self.trace_time_s += time.perf_counter() - begun
         finally:
             if beside is not None:
                 beside.end()
 
-    def _traced_beside(self) -> Beside[dict[int, Trace]] | None:
+    def _traced_beside(self) -> Beside[dict[int, tuple[Trace, bytes | None]]] | None:
         """Start to trace larger sizes in a process of its own; None where it is not worth it."""
         most = self._most_rows()
         missing = [rows for rows in _TRACED_ROWS if rows <= most and rows not in self._exact]
@@ -206,7 +207,24 @@ class Planner:
             return None
         if has_autograd_threads():
             return None
-        return Beside(lambda: {rows: self._capture(rows) for rows in missing})
+        return Beside(lambda: {rows: self._to_send(rows) for rows in missing})
+
+    def _to_send(self, microbatch_size: int) -> tuple[Trace, bytes | None]:
+        """Return a trace and its program in the form in which another process can read it."""
+        found = self._capture(microbatch_size)
+        program = recent_program(found.fingerprint)
+        return found, packed(program) if program is not None else None
+
+    def _take_program(self, microbatch_size: int) -> None:
+        """Have the program of a size at hand, by which the layouts of a plan are checked."""
+        if microbatch_size not in self._elsewhere:
+            return
+        sent = self._elsewhere.pop(microbatch_size)
+        program = unpacked(sent, self._exact[microbatch_size].fingerprint)
+        if program is not None:
+            remember(program)
+        else:
+            self._capture(microbatch_size)
 
     def _look_ahead(self, settings: Sequence[Setting], is_over: Callable[[], bool]) -> None:
         """Bound settings of what is traced, as the search will, until something is over."""
@@ -411,9 +429,8 @@ class Planner:
     ) -> Plan:
         """Return the plan of decided cuts and options, with its exact price."""
         exact = self.exact_trace(setting.microbatch_size)
-        if setting.tp > 1 and setting.microbatch_size in self._elsewhere:
-            self._capture(setting.microbatch_size)  # whose program its layouts are checked by
-            self._elsewhere.remove(setting.microbatch_size)
+        if setting.tp > 1:
+            self._take_program(setting.microbatch_size)
         pricer = self.pricer(setting.microbatch_size).of(exact)
         price = plan_price(pricer, setting, ends, decisions)
         plan = write_plan(

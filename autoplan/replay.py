@@ -163,8 +163,11 @@ class _Replay:
         self.tensors.make(("gradients",), grads)
         for parameter in trained:
             if parameter.stored > parameter.gathered:
-                nbytes = -(-parameter.stored // self.shards)
+                nbytes = -(-parameter.stored // self._shards_of(parameter))
                 self.tensors.make(("copy", parameter.name), nbytes)
+
+    def _shards_of(self, parameter: Parameter) -> int:
+        return parameter.copies if parameter.copies and self.zero >= 1 else self.shards
 
     def _parameters(self) -> Iterable[Parameter]:
         return (p for block in self.blocks for p in block.parameters)
@@ -207,7 +210,7 @@ class _Replay:
         if self.is_offloaded:
             return
         trained = self._trained()
-        sizes = {p.name: -(-p.stored // self.shards) for p in trained}
+        sizes = {p.name: -(-p.stored // self._shards_of(p)) for p in trained}
         for name, nbytes in sizes.items():
             for number, size in enumerate(self.workload.optimizer.state_sizes(nbytes)):
                 if ("state", name, number) not in self.tensors:

@@ -32,12 +32,16 @@ Key = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter on one rank: its name, bytes as stored and as computed with, before ZeRO."""
+    """A parameter on one rank: its name, bytes as stored and as computed with, before ZeRO.
+
+    `copies`: ranks that hold the same, of an expert; 0: as many as there is data parallelism.
+    """
 
     name: str
     stored: int
     gathered: int
     is_trained: bool
+    copies: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from autoplan.block_work import memory_views
 from autoplan.costs import Pricer
+from autoplan.expert_parallel import expert_states
 from autoplan.frontiers import Decision
 from autoplan.liveness import block_events
 from autoplan.local import LocalBlock
@@ -126,6 +127,8 @@ def _own_part(
         for state, fqn in zip(local.block.states, trace_call.states, strict=True)
     }
     ratio = pricer.workload.parameter_bytes_per_traced_byte
+    degrees = pricer.workload.experts
+    experts = expert_states(local.block) if degrees.degree > 1 else frozenset()
     parameters = []
     for state in local.block.states:
         if names[state.name] in held:
@@ -138,6 +141,7 @@ def _own_part(
                 stored=nbytes * (ratio if state.is_parameter else 1),
                 gathered=nbytes,
                 is_trained=state.is_parameter and state.is_trained,
+                copies=degrees.copies(setting.dp, setting.tp) if state.name in experts else 0,
             )
         )
     return replace(

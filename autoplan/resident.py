@@ -15,6 +15,7 @@ __all__ = [
     "StaticBytes",
     "live_bytes",
     "reduced_bytes",
+    "shards_of",
     "static_bytes",
     "uses_fsdp",
 ]
@@ -69,6 +70,11 @@ def reduced_bytes(group: GroupBytes, engine: Engine, *, is_mixed: bool) -> int:
     return group.trained if is_mixed and engine.is_gradient_wide else group.gathered_grads
 
 
+def shards_of(group: GroupBytes, setting: Setting) -> int:
+    """Return into how many parts the optimizer states of a group are divided."""
+    return group.copies if group.copies and setting.zero_stage >= 1 else setting.shards
+
+
 def static_bytes(
     group: GroupBytes, setting: Setting, optimizer: Optimizer, engine: Engine = AUTOPLAN
 ) -> StaticBytes:
@@ -82,7 +88,14 @@ def static_bytes(
     """
     if setting.offload != "none":
         return StaticBytes(parameters=0, gradients=0, optimizer=0)
-    shards = setting.shards
+    if group.experts is not None:
+        rest, experts = (static_bytes(part, setting, optimizer, engine) for part in group.parts)
+        return StaticBytes(
+            parameters=rest.parameters + experts.parameters,
+            gradients=rest.gradients + experts.gradients,
+            optimizer=rest.optimizer + experts.optimizer,
+        )
+    shards = shards_of(group, setting)
     states = int(group.trained * optimizer.state_bytes_per_byte)
     if engine.has_gradient_buffer:
         copy = group.trained if group.stored > group.gathered else 0

@@ -56,7 +56,7 @@ def profile(
             )
         else:
             path, is_stopped = _profile_device(gpu, out, budget_s, links, show)
-            text = f"written to {path}" if path is not None else ""
+            text = "" if path is None else f"written to {path}{_left_to_measure(path)}"
     if text:
         typer.echo(text)
     if is_stopped:
@@ -84,6 +84,22 @@ def _profile_device(
     with stoppable() as stop:
         path = profile_command(gpu, out, budget_s=budget_s, with_links=links, progress=progress)
     return path, stop.is_asked
+
+
+def _left_to_measure(path: Path) -> str:
+    """Return in words what a profile that was written here lacks; empty where it lacks nothing."""
+    from autoplan.profiles.catalog import load_profile
+    from autoplan.profiles.grids import measured_points
+
+    profile = load_profile(path)
+    kind = "cpu" if profile.name == "cpu" else "cuda"
+    there, wanted = measured_points(profile, kind)
+    if there == wanted:
+        return ""
+    return (
+        f"; {there} of {wanted} points of its tables are measured, the others are interpolated: "
+        "the same command goes on, a larger --budget measures more at once"
+    )
 
 
 def _profile_model(

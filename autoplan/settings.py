@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from autoplan.cluster import Cluster
 from autoplan.engines import AUTOPLAN, Engine
+from autoplan.expert_parallel import UNDIVIDED, ExpertParallel
 from autoplan.graph import Trace
 from autoplan.limits import LIMITED_KEYS, Limits
 from autoplan.meshes import AXIS_ORDERS, AxisOrder
@@ -59,6 +60,7 @@ class Workload:
         offload: what a plan may keep in host memory: names of `OFFLOADS`.
         context_parallel: ranks over which every sequence lies; the trace is of one's part, and they
             count as data-parallel ranks of a `Setting` (`autoplan.context_parallel`).
+        experts: how experts lie over ranks.
     """
 
     global_batch_size: int
@@ -72,6 +74,7 @@ class Workload:
     attention_kernel: str = ""
     offload: tuple[str, ...] = ()
     context_parallel: int = 1
+    experts: ExpertParallel = UNDIVIDED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

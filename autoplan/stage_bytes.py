@@ -8,6 +8,7 @@ from dataclasses import replace
 from autoplan.block_work import BlockWork
 from autoplan.costs import Pricer
 from autoplan.deferral import stage_backward
+from autoplan.expert_parallel import expert_states
 from autoplan.flat_partitions import PipeBuffers, pipe_buffers
 from autoplan.frontiers import Decision
 from autoplan.graph import Trace
@@ -244,10 +245,13 @@ def _stand_in_bytes(
         if local.block.is_glue:
             continue
         products = {n for op in local.ops if op.op and op.op.kind == "gemm" for n in op.inputs}
+        experts = expert_states(local.block)
         for state in local.block.states:
             if state.name in products and state.is_trained and len(state.shape) > 1:
-                nbytes = local.state_bytes[state.name]
-                sizes[(state.shape, local.state_placements[state.name])] = nbytes
+                nbytes, shape = local.state_bytes[state.name], state.shape
+                if state.name in experts:
+                    nbytes, shape = nbytes // shape[0], shape[1:]  # one for a matrix of any expert
+                sizes[(shape, local.state_placements[state.name])] = nbytes
     return sum(sizes.values())
 
 

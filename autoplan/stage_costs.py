@@ -7,7 +7,7 @@ again without the model. Every number is a prediction.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 __all__ = [
@@ -71,6 +71,9 @@ class GroupBytes:
             count with an earlier block of the stage, such as a tied embedding.
         late_grads: bytes of this block's gradients that a later block makes first.
         trained_tensors: how many parameters get a gradient.
+        experts: of all this, what other ranks hold of than the rest: experts under expert
+            parallelism; None: nothing.
+        copies: ranks that hold the same; 0: as many as there is data parallelism.
     """
 
     stored: int
@@ -81,6 +84,23 @@ class GroupBytes:
     early_grads: int = 0
     late_grads: int = 0
     trained_tensors: int = 0
+    experts: GroupBytes | None = None
+    copies: int = 0
+
+    @property
+    def parts(self) -> tuple[GroupBytes, ...]:
+        """Return the group, or what lies on other ranks than the rest apart from it."""
+        if self.experts is None:
+            return (self,)
+        rest = replace(
+            self,
+            experts=None,
+            **{
+                name: getattr(self, name) - getattr(self.experts, name)
+                for name in ("stored", "trained", "gathered", "gathered_grads", "trained_tensors")
+            },
+        )
+        return (rest, self.experts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from autoplan.cluster import Cluster
 from autoplan.meshes import stride_of
 from autoplan.offload import copy_in_s, copy_out_s
 from autoplan.profiles.link import LinkProfile, broadcast_time_s
-from autoplan.resident import REDUCED_TOGETHER_BYTES, uses_fsdp
+from autoplan.resident import REDUCED_TOGETHER_BYTES, shards_of, uses_fsdp
 from autoplan.settings import Setting, Workload
 from autoplan.stage_costs import GroupBytes
 
@@ -65,6 +65,12 @@ def data_parallel_times(
     """
     if group.gathered == 0:
         return DataParallelTimes()
+    if group.experts is not None:
+        rest, experts = group.parts
+        return _added(
+            data_parallel_times(rest, setting, workload, cluster),
+            _expert_times(experts, setting, workload, cluster),
+        )
     if setting.dp == 1:
         return DataParallelTimes(
             gather_s=copy_in_s(group, setting, cluster),
@@ -98,6 +104,34 @@ def data_parallel_times(
         found,
         gather_s=gather_s + copy_in_s(group, setting, cluster),
         reduce_s=found.reduce_s + copy_out_s(group, setting, cluster),
+    )
+
+
+def _added(one: DataParallelTimes, other: DataParallelTimes) -> DataParallelTimes:
+    return DataParallelTimes(
+        gather_s=one.gather_s + other.gather_s,
+        reduce_s=one.reduce_s + other.reduce_s,
+        once_gather_s=one.once_gather_s + other.once_gather_s,
+        once_reduce_s=one.once_reduce_s + other.once_reduce_s,
+    )
+
+
+def _expert_times(
+    group: GroupBytes, setting: Setting, workload: Workload, cluster: Cluster
+) -> DataParallelTimes:
+    """Return the times of experts, over the ranks that hold the same ones; ZeRO 0 or 1."""
+    copies = group.copies
+    if copies == 1:
+        return DataParallelTimes()
+    reduced = group.trained if workload.engine.is_gradient_wide else group.gathered_grads
+    link = cluster.link_for(copies, setting.dp * setting.tp // copies)
+    if setting.zero_stage == 0:
+        return DataParallelTimes(
+            once_reduce_s=link.collective_time_s("all_reduce", reduced, copies)
+        )
+    return DataParallelTimes(
+        once_gather_s=link.collective_time_s("all_gather", group.gathered, copies),
+        once_reduce_s=link.collective_time_s("reduce_scatter", reduced, copies),
     )
 
 
@@ -193,7 +227,9 @@ def optimizer_bytes(group: GroupBytes, setting: Setting, workload: Workload) -> 
     With a gradient buffer, mixed precision also writes parameters in the dtype of the computation,
     and gradients are read once more for their norm (Megatron-LM, `clip_grads.py`).
     """
-    shards = setting.shards
+    if group.experts is not None:
+        return sum(optimizer_bytes(part, setting, workload) for part in group.parts)
+    shards = shards_of(group, setting)
     traffic = group.trained * workload.optimizer.traffic_bytes_per_byte
     if workload.engine.has_gradient_buffer:
         grads = group.trained if workload.engine.is_gradient_wide else group.gathered_grads

@@ -74,7 +74,8 @@ def megatron_axes(
     axes: dict[str, str] = {}
     for op in block.ops:
         legal = [o for o in op.options if o.size == 1 or o.size % degree == 0]
-        chosen = _chosen(op, legal, where, states, is_sequence_parallel)
+        taken = _taken_slices(block, op, degree)
+        chosen = _chosen(op, legal, where, states, is_sequence_parallel, taken)
         where[op.name] = "R" if chosen is None else chosen.output
         if chosen is not None:
             axes[op.name] = chosen.axis
@@ -87,18 +88,24 @@ def _chosen(
     where: dict[str, str],
     states: set[str],
     is_sequence_parallel: bool,
+    taken: set[str],
 ) -> ShardOption | None:
-    """Return the option of an op; None: whole."""
+    """Return the option of an op; None: whole. `taken`: slices in which its result can be read."""
     sliced = [o for o in legal if o.axis != "whole"]
     is_weighted = op.kind == "gemm" and any(name in states for name in op.inputs)
     if is_weighted:
-        return _product(op, sliced, where)
+        return _product(op, sliced, where, taken)
     if op.target == "aten.embedding.default":
         return next((o for o in sliced if o.axis == "vocabulary"), None)
     now = [where[name] for name in op.inputs if name in where]
     for option in sliced:
         if _activations(op, option, where) == now and any(p != "R" for p in now):
             return option
+    if is_sequence_parallel and now and now[0] not in ("R", "P", SEQUENCE):
+        # Features that are sliced stay so, and slices of tokens beside them are gathered.
+        for option in sliced:
+            if _activations(op, option, where)[0] == now[0]:
+                return option
     if is_sequence_parallel and any(p in ("P", SEQUENCE) for p in now):
         wanted = [
             o
@@ -109,13 +116,36 @@ def _chosen(
     return None
 
 
-def _product(op: OpTrace, sliced: list[ShardOption], where: dict[str, str]) -> ShardOption | None:
-    """Return the row-parallel option where the input lies in its slices, else the column one."""
+def _taken_slices(block: BlockTrace, op: OpTrace, degree: int) -> set[str]:
+    """Return the placements in which the ops that read a result can take it."""
+    found: set[str] = set()
+    for reader in block.ops:
+        for place, name in enumerate(reader.inputs):
+            if name == op.name:
+                legal = (o for o in reader.options if o.size == 1 or o.size % degree == 0)
+                found |= {o.inputs[place] for o in legal if o.inputs}
+    return found | ({"S(2)"} if op.name in block.outputs else set())
+
+
+def _product(
+    op: OpTrace, sliced: list[ShardOption], where: dict[str, str], taken: set[str]
+) -> ShardOption | None:
+    """Return the row-parallel option where the input lies in its slices, else the column one.
+
+    A result that nothing can read in columns, such as what a norm over it or a choice of experts
+    reads, is computed from slices of tokens by whole weights (Megatron-LM, `TELinear` with the mode
+    `duplicated`, and `Router`); so are experts that tensor parallelism does not divide.
+    """
     now = [where[name] for name in op.inputs if name in where]
     for option in sliced:
         if option.gemm_dim == "k" and _activations(op, option, where) == now:
             return option
-    return next((o for o in sliced if o.gemm_dim == "n"), None)
+    column = next((o for o in sliced if o.gemm_dim == "n"), None)
+    if column is None or column.output not in taken:
+        for option in sliced:
+            if option.gemm_dim == "m" and _activations(op, option, where) == now != ["R"]:
+                return option
+    return column
 
 
 def _activations(op: OpTrace, option: ShardOption, where: dict[str, str]) -> list[str]:

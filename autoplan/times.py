@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
 from autoplan.cluster import Cluster
 from autoplan.errors import ProfileError
+from autoplan.expert_parallel import EXCHANGE, UNDIVIDED, ExpertParallel
 from autoplan.graph import Gemm, OpTrace, ShardOption
 from autoplan.local import LocalOp
 from autoplan.op_classes import class_point
@@ -85,8 +87,11 @@ class Timer:
         tally: Tally | None = None,
         product_dtype: str | None = None,
         attention_kernel: str = "",
+        *,
+        experts: ExpertParallel = UNDIVIDED,
     ) -> None:
         self.cluster = cluster
+        self.experts = experts
         self.product_dtype = product_dtype
         self.attention_kernel = attention_kernel
         self.device = cluster.device
@@ -163,6 +168,8 @@ class Timer:
         split = self.degree if is_split else 1
         if op.kind == "view":
             return OpTime(forward_s=0.0, backward_s=0.0)
+        if op.target == EXCHANGE:
+            return self._exchange_time(op.nbytes / split)
         if op.kind == "gemm" and op.gemm is not None and op.forward_flops > 0:
             products = self._gemm_time(op, _divided(op.gemm, gemm_dim, self.degree))
             return self._with_casts(products, op, split)
@@ -179,6 +186,15 @@ class Timer:
             backward = self.memory_s(own, f"{kernel}_backward")
             backward += self.memory_s(op.accumulated_bytes / split)
         return OpTime(forward_s=forward, backward_s=backward)
+
+    def _exchange_time(self, nbytes: float) -> OpTime:
+        """Return the seconds of an all-to-all of the rows that a rank holds, and of gradients."""
+        degree = self.experts.degree
+        link = self.cluster.link_for(degree, self.experts.tensor_parallel)
+        seconds = self.host.op_forward + link.collective_time_s("all_to_all", nbytes, degree)
+        return OpTime(
+            forward_s=0.0, backward_s=0.0, forward_comm_s=seconds, backward_comm_s=seconds
+        )
 
     def _class_time(self, op: OpTrace, split: int) -> OpTime | None:
         """Return the seconds of an op whose class the profile has a table of, if it has."""
@@ -223,17 +239,18 @@ class Timer:
         if self.product_dtype is not None and op.target in LINEAR:
             dtype = self.product_dtype
             casts = _CAST_BYTES * (m * k + k * n)
-        forward = add(device.gemm_time_s(m, n, k, dtype=dtype, batch=batch))
+        product_s = partial(device.gemm_time_s, batch=batch)
+        if batch > 1 and _has_experts(op):
+            product_s = partial(device.grouped_time_s, groups=batch)
+        forward = add(product_s(m, n, k, dtype=dtype))
         forward += self.memory_s(casts)
         backward = self.memory_s(_CAST_BYTES * m * n) if casts else 0.0
         products = round(op.backward_flops / op.forward_flops)
         weights = 0.0
         if products >= 2:
-            backward += add(
-                device.gemm_time_s(m, k, n, dtype=dtype, batch=batch, direction="dgrad")
-            )
+            backward += add(product_s(m, k, n, dtype=dtype, direction="dgrad"))
         if products >= 1:
-            weights = add(device.gemm_time_s(n, k, m, dtype=dtype, batch=batch, direction="wgrad"))
+            weights = add(product_s(n, k, m, dtype=dtype, direction="wgrad"))
             if op.target in LINEAR and len(op.inputs) == _WITH_BIAS:
                 # The bias's gradient is a sum over rows, a kernel of its own.
                 weights += self.memory_s(m * n * ITEM_BYTES.get(op.dtype, 4))
@@ -263,6 +280,11 @@ class Timer:
 
         backward = seconds("backward") if op.needs_grad else 0.0
         return OpTime(forward_s=seconds("forward"), backward_s=backward)
+
+
+def _has_experts(op: OpTrace) -> bool:
+    """Return whether a product of a stack is one of rows with a matrix for each expert."""
+    return any(labels[:1] == ("experts",) for labels in op.dimensions.inputs)
 
 
 def _divided(gemm: Gemm, gemm_dim: str, degree: int) -> Gemm:

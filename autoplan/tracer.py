@@ -43,7 +43,7 @@ from autoplan.sharding import shard_options
 from autoplan.shared_writes import changed_states, lost_writes
 from autoplan.signatures import op_signature
 
-__all__ = ["recent_program", "trace", "trace_program"]
+__all__ = ["recent_program", "remember", "trace", "trace_program"]
 
 
 def trace(
@@ -90,6 +90,15 @@ def recent_program(fingerprint: str) -> Program | None:
     return _RECENT.get(fingerprint)
 
 
+def remember(program: Program) -> None:
+    """Keep a program for `recent_program`, as the latest."""
+    fingerprint = program.fingerprint
+    _RECENT.pop(fingerprint, None)
+    _RECENT[fingerprint] = program
+    while len(_RECENT) > _MOST_RECENT:
+        del _RECENT[next(iter(_RECENT))]
+
+
 def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str) -> Trace:
     """Return the trace of a captured program.
 
@@ -101,9 +110,7 @@ def trace_program(program: Program, *, backend: Backend = "cpu", model_name: str
     Raises:
         TraceError: an op cannot run on fake tensors; names the op, its module and line.
     """
-    _RECENT[program.fingerprint] = program
-    while len(_RECENT) > _MOST_RECENT:
-        del _RECENT[next(iter(_RECENT))]
+    remember(program)
     if backend not in ("cpu", "cuda"):
         raise ValueError(f"backend is {backend!r}: it must be 'cpu' or 'cuda'")
     made_by_calls = {out for call in program.calls for out in call.outs}

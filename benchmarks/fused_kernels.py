@@ -25,9 +25,11 @@ __all__ = [
     "cross_entropy",
     "dropout_add",
     "gather_rows",
+    "kernel_for_tracing",
     "masked_softmax",
     "rotate",
     "scatter_rows",
+    "shaped",
     "swiglu",
 ]
 
@@ -39,7 +41,7 @@ def _no_kernel(*_: Any) -> Any:
 Fake = Callable[..., Any]
 
 
-def _shaped(*ops: Any) -> Callable[[Fake], Fake]:
+def shaped(*ops: Any) -> Callable[[Fake], Fake]:
     """Decorate the function that gives the results of `ops` on fake tensors."""
 
     def register(fake: Fake) -> Fake:
@@ -50,11 +52,14 @@ def _shaped(*ops: Any) -> Callable[[Fake], Fake]:
     return register
 
 
-def _op(name: str, schema: str, *tags: torch.Tag) -> Any:
+def kernel_for_tracing(name: str, schema: str, *tags: torch.Tag) -> Any:
+    """Return an operator of the namespace `published` that has no implementation."""
     return torch.library.custom_op(
         f"published::{name}", _no_kernel, mutates_args=(), schema=schema, tags=tags
     )
 
+
+_op, _shaped = kernel_for_tracing, shaped
 
 _softmax = _op("masked_softmax", "(Tensor scores) -> Tensor")
 _softmax_backward = _op("masked_softmax_backward", "(Tensor gradient, Tensor probs) -> Tensor")

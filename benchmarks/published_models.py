@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks import fused_kernels as fused
+from benchmarks.published_experts import ExpertLayer, Experts, Latent, LatentAttention
 
 __all__ = ["Adapter", "Decoder", "Shape", "batch_of"]
 
@@ -54,6 +55,8 @@ class Shape:
         skips_masked: the fused kernel leaves out what a causal mask hides.
         kernels: family, see the module.
         adapter: what alone is trained; None: everything is.
+        experts: of layers that have them in place of an MLP; None: no layer has.
+        latent: widths of latent attention; None: attention is as `kv_heads` says.
     """
 
     layers: int
@@ -73,12 +76,15 @@ class Shape:
     skips_masked: bool = True
     kernels: Literal["megatron", "torch", "foundry"] = "torch"
     adapter: Adapter | None = None
+    experts: Experts | None = None
+    latent: Latent | None = None
 
     def __str__(self) -> str:
-        """Return every field; of an adapter only where there is one."""
+        """Return every field; adapter, experts and latent attention only where there are some."""
         named = {f.name: getattr(self, f.name) for f in fields(self)}
-        if self.adapter is None:
-            del named["adapter"]
+        for name in ("adapter", "experts", "latent"):
+            if named[name] is None:
+                del named[name]
         return " ".join(f"{name}={value}" for name, value in named.items())
 
 
@@ -242,13 +248,21 @@ class _Mlp(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, *, has_experts: bool = False) -> None:
         super().__init__()
         self.shape = shape
         self.attention_norm = _norm(shape)
-        self.attention = _Attention(shape)
+        self.attention = (
+            _Attention(shape)
+            if shape.latent is None
+            else LatentAttention(shape.hidden, shape.heads, shape.latent)
+        )
         self.mlp_norm = _norm(shape)
-        self.mlp = _Mlp(shape)
+        self.mlp = (
+            ExpertLayer(shape.hidden, shape.experts)
+            if has_experts and shape.experts is not None
+            else _Mlp(shape)
+        )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = self._added(self.attention(self.attention_norm(hidden)), hidden)
@@ -274,7 +288,10 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(shape.vocab, shape.hidden)
         if shape.position == "learned":
             self.positions = nn.Embedding(shape.seq, shape.hidden)
-        self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.layers))
+        dense = shape.layers if shape.experts is None else shape.experts.dense_layers
+        self.layers = nn.ModuleList(
+            _Layer(shape, has_experts=index >= dense) for index in range(shape.layers)
+        )
         self.norm = _norm(shape)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
         if shape.is_tied:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from autoplan.cluster import Cluster
 from autoplan.graph import BlockTrace
 from autoplan.plan import Recompute
+from benchmarks.published_architectures import completed, expert_degrees, experts_of
 from benchmarks.published_clusters import MEMORY_ONLY, cluster_of, gpus_of
 from benchmarks.published_engines import COMPILED, Skipped, engine_of, rung_of
 from benchmarks.published_models import Shape
@@ -104,6 +105,7 @@ def configurations(row: Mapping[str, str]) -> list[Configuration]:
     Raises:
         Skipped: the row lacks what cannot be left open, or holds what `estimate` does not price.
     """
+    row = completed(row)
     _check_priced(row)
     shape = shape_of(row)
     gpus = gpus_of(row)
@@ -137,10 +139,8 @@ def configurations(row: Mapping[str, str]) -> list[Configuration]:
 
 
 def _check_priced(row: Mapping[str, str]) -> None:
-    if (number(row, "ep") or 1) > 1:
-        raise Skipped("expert parallelism is not priced")
-    if (number(row, "num_experts") or 0) > 1 or "moe" in row.get("model", "").lower():
-        raise Skipped("experts are not built from a row")
+    if experts_of(row) is not None and family_of(row) != "megatron":
+        raise Skipped(f"experts of {row.get('framework')} are not built from a row")
     text = " ".join(
         (row.get(k) or "").lower() for k in ("model", "framework", "sharding", "notes", "args")
     )
@@ -262,6 +262,7 @@ def _options(
     sequence = choice.get("sequence_parallel", row.get("sequence_parallel") == "true")
     options["sequence_parallel"] = bool(sequence) and degrees["tp"] > 1
     options["recompute"] = choice.get("recompute") or _recompute(row["recompute"])
+    options |= expert_degrees(row, degrees["tp"])
     options["engine"] = engine_of(
         row,
         family,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
+from benchmarks.published_architectures import experts_of, latent_of
 from benchmarks.published_engines import Skipped
 from benchmarks.published_models import Adapter, Shape
 
@@ -129,6 +130,8 @@ def shape_of(row: Mapping[str, str]) -> Shape:
         skips_masked=family != "foundry",
         kernels=family,  # type: ignore[arg-type]
         adapter=_adapter(row),
+        experts=experts_of(row),
+        latent=latent_of(row),
     )
 
 
@@ -156,7 +159,8 @@ def _length(row: Mapping[str, str]) -> int:
 def _adapter(row: Mapping[str, str]) -> Adapter | None:
     """Return the adapters that a row names: their rank as it says, else that of its framework."""
     text = f"{row.get('model')} {row.get('notes')} {row.get('args')}".lower()
-    if not re.search(r"\blora\b", text):
+    # `q-lora-rank` and `kv-lora-rank` are widths of latent attention.
+    if not re.search(r"(?<!q-)(?<!kv-)\blora\b", text):
         return None
     rank = re.search(r"\brank[ =](\d+)", text) or re.search(r"\blora_r[ =](\d+)", text)
     framework = (row.get("framework") or "").lower()

@@ -13,6 +13,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from autoplan.profiles.build_grouped import grouped_tables
 from autoplan.profiles.build_tables import (
     attention_flash,
     attention_full_matrix,
@@ -71,11 +72,12 @@ def build_profile(source: DeviceSource, measurements: Measurements) -> DevicePro
     memory_bytes = _memory_bytes(source, memory)
     tensor_dtype = "bfloat16" if "bfloat16" in peaks else "float16"
     gemm, gemm_origins = gemm_tables(source, measurements, tensor_dtype, peaks[tensor_dtype])
+    grouped, grouped_origins = grouped_tables(source, measurements, tensor_dtype)
     attention, attention_origins = _attention(
         source, measurements, tensor_dtype, peaks[tensor_dtype]
     )
     streams, stream_origins = memory_table(source, measurements, bandwidth.value * GB)
-    collect.origins.update(gemm_origins | attention_origins | stream_origins)
+    collect.origins.update(gemm_origins | grouped_origins | attention_origins | stream_origins)
     return DeviceProfile(
         name=source.name,
         description=source.description,
@@ -95,6 +97,7 @@ def build_profile(source: DeviceSource, measurements: Measurements) -> DevicePro
         ),
         host_link_bytes_per_s=_host_link(source, measurements, collect),
         gemm=gemm,
+        grouped=grouped,
         attention=attention,
         memory_bound=streams,
         intra=_intra_link(source, measurements),

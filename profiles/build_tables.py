@@ -13,7 +13,15 @@ from autoplan.profiles.origin import Origin, OriginKind
 from autoplan.profiles.sources import DeviceSource
 from autoplan.profiles.tables import AttentionTable, GemmDirection, GemmTable, MemoryTable
 
-__all__ = ["attention_flash", "attention_full_matrix", "gemm_tables", "memory_table"]
+__all__ = [
+    "DONOR_DEVICES",
+    "Origins",
+    "attention_flash",
+    "attention_full_matrix",
+    "gemm_tables",
+    "memory_table",
+    "rounded",
+]
 
 Rows3 = tuple[tuple[int, int, int, float], ...]
 Origins = dict[str, Origin]
@@ -127,7 +135,7 @@ def gemm_tables(
                 dtype=dtype,
                 direction=direction,
                 origin="gemm",
-                rows=tuple((*shape, _rounded(rate)) for shape, rate in sorted(table_rows.items())),
+                rows=tuple((*shape, rounded(rate)) for shape, rate in sorted(table_rows.items())),
             )
         )
     return tuple(tables), {
@@ -185,7 +193,7 @@ def _flash(
         # 3.5 F at the combined rate = F at the forward rate + 2.5 F at the backward rate.
         backward = 2.5 / (3.5 / combined - 1.0 / forward)
         for direction, rate in (("forward", forward), ("backward", backward)):
-            row = (seq, head_dim, groups, _rounded(rate * 1e12 * factor))
+            row = (seq, head_dim, groups, rounded(rate * 1e12 * factor))
             rates.setdefault((direction, is_causal), []).append(row)
     citation = next(iter(both.values()))[2]
     origin = "attention" if kernel in ("flash2", "standard") else f"attention_{kernel}"
@@ -271,9 +279,7 @@ def attention_full_matrix(
         seen[key] = min(rate, seen.get(key, rate))
     for (direction, seq, width, groups), rate in seen.items():
         for is_causal in (False, True):
-            rates.setdefault((direction, is_causal), []).append(
-                (seq, width, groups, _rounded(rate))
-            )
+            rates.setdefault((direction, is_causal), []).append((seq, width, groups, rounded(rate)))
     if not rates:
         raise ProfileError(f"gemm_efficiency.csv has no attention rows of {source.attention_donor}")
     text = (
@@ -330,7 +336,7 @@ def memory_table(
     table = MemoryTable(
         origin="memory_bound",
         rows=tuple(
-            (nbytes, _rounded(share * factor * peak_bytes_per_s))
+            (nbytes, rounded(share * factor * peak_bytes_per_s))
             for nbytes, share in sorted(shares.items())
         ),
     )
@@ -376,7 +382,7 @@ def _reductions(
                 MemoryTable(
                     origin=name,
                     kernel=name + suffix,
-                    rows=tuple((n, _rounded(s / peak * peak_bytes_per_s)) for n, s in shares),
+                    rows=tuple((n, rounded(s / peak * peak_bytes_per_s)) for n, s in shares),
                 )
             )
         origins[name] = Origin(
@@ -420,6 +426,6 @@ def _shares(
     return found
 
 
-def _rounded(rate: float) -> float:
+def rounded(rate: float) -> float:
     """Return a rate with the five digits that its source has."""
     return float(f"{rate:.5g}")

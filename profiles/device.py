@@ -17,6 +17,7 @@ from autoplan.profiles.lookups import (
     check_sizes,
     class_points,
     gemm_time_s,
+    grouped_time_s,
     memory_time_s,
 )
 from autoplan.profiles.origin import (
@@ -65,6 +66,7 @@ class DeviceProfile:
         optimizer_bytes_per_s: bytes read and written per second of an optimizer step; None: as
             other memory-bound kernels.
         gemm, attention, memory_bound, op_classes: the measured tables.
+        grouped: speeds of products of a group of experts, by the shape of one of them.
         measurements: single measured numbers by name, with their unit in it.
         intra, inter: the links that such devices usually have inside a node and between nodes.
         origins: the sources by id.
@@ -86,6 +88,7 @@ class DeviceProfile:
     attention: tuple[AttentionTable, ...] = ()
     memory_bound: tuple[MemoryTable, ...] = ()
     op_classes: tuple[OpClassTable, ...] = ()
+    grouped: tuple[GemmTable, ...] = ()
     measurements: Mapping[str, float] = field(default_factory=dict)
     intra: LinkProfile | None = None
     inter: LinkProfile | None = None
@@ -111,6 +114,7 @@ class DeviceProfile:
             *(table.origin for table in self.attention),
             *(table.origin for table in self.memory_bound),
             *(table.origin for table in self.op_classes),
+            *(table.origin for table in self.grouped),
         ]
         check_origins(self.origins, self.origin_by_field, numbers, table_origins)
         for level in ("intra", "inter"):
@@ -174,6 +178,26 @@ class DeviceProfile:
             ValueError: if a size is below 0.
         """
         return gemm_time_s(self, m, n, k, batch, dtype, direction)
+
+    def grouped_time_s(
+        self,
+        m: int,
+        n: int,
+        k: int,
+        *,
+        dtype: str,
+        groups: int,
+        direction: GemmDirection = "forward",
+    ) -> Lookup:
+        """Return the time of `groups` products `(m, k) @ (k, n)`, each with a matrix of its own.
+
+        Sizes are those of `gemm_time_s`, m the rows of one expert. Without a table it is that of a
+        batch.
+
+        Raises:
+            ProfileError, ValueError: as `gemm_time_s`.
+        """
+        return grouped_time_s(self, m, n, k, groups, dtype, direction)
 
     def attention_time_s(
         self,
@@ -282,6 +306,9 @@ class DeviceProfile:
             gemm=tuple(
                 replace(t, rows=tuple((*r[:3], r[3] * flops) for r in t.rows)) for t in self.gemm
             ),
+            grouped=tuple(
+                replace(t, rows=tuple((*r[:3], r[3] * flops) for r in t.rows)) for t in self.grouped
+            ),
             attention=tuple(
                 replace(t, rows=tuple((*r[:3], r[3] * flops) for r in t.rows))
                 for t in self.attention
@@ -309,7 +336,8 @@ class DeviceProfile:
                 raise ValueError(
                     f"peak_flops_per_s.{dtype}: unknown dtype; allowed are {', '.join(ITEM_BYTES)}"
                 )
-        used = {table.dtype for table in self.gemm} | {table.dtype for table in self.attention}
+        used = {table.dtype for table in (*self.gemm, *self.grouped)}
+        used |= {table.dtype for table in self.attention}
         for dtype in sorted(used - set(self.peak_flops_per_s)):
             raise ValueError(f"dtype: a table has {dtype!r}, peak_flops_per_s has not")
 

@@ -34,6 +34,7 @@ __all__ = [
     "check_sizes",
     "class_points",
     "gemm_time_s",
+    "grouped_time_s",
     "memory_time_s",
 ]
 
@@ -86,6 +87,30 @@ def gemm_time_s(
     nbytes = float(batch * (m * k + k * n + m * n) * ITEM_BYTES[dtype])
     points, ratio = _rate_points(profile, "gemm", dtype, direction, None)
     return _compute_time(profile, points, ratio, (batch * m, n, k), flops, nbytes, dtype)
+
+
+@lru_cache(maxsize=65536)
+def grouped_time_s(
+    profile: DeviceProfile,
+    m: int,
+    n: int,
+    k: int,
+    groups: int,
+    dtype: str,
+    direction: GemmDirection,
+) -> Lookup:
+    rows = [
+        row
+        for table in profile.grouped
+        if (table.dtype, table.direction) == (dtype, direction)
+        for row in table.rows
+    ]
+    flops = 2.0 * groups * m * n * k
+    if not rows or flops == 0:
+        return gemm_time_s(profile, m, n, k, groups, dtype, direction)
+    check_sizes(m=m, n=n, k=k, groups=groups)
+    nbytes = float(groups * (m * k + k * n + m * n) * ITEM_BYTES[dtype])
+    return _compute_time(profile, RatePoints(rows), 1.0, (m, n, k), flops, nbytes, dtype)
 
 
 @lru_cache(maxsize=65536)

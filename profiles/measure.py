@@ -18,6 +18,7 @@ from typing import Any
 from autoplan.profiles.budgets import Budget, Clock
 from autoplan.profiles.catalog import load_profile, save_profile
 from autoplan.profiles.device import DeviceProfile
+from autoplan.profiles.grids import TABLE_DTYPES
 from autoplan.profiles.here import describe, driver_of, find_device, profile_name
 from autoplan.profiles.measure_host import host_seconds
 from autoplan.profiles.measure_links import MeasuredGroup, link_of, measure_groups
@@ -39,7 +40,6 @@ __all__ = ["measure_device", "measured_origin", "profile_command"]
 
 Progress = Callable[[str, float], None]
 
-TABLE_DTYPES = ("float32", "bfloat16")
 PEAK_DTYPES = ("float64", "float16")  # one product each: CPUs have no tensor cores to tabulate
 PROCESSES_PER_HOST = 4  # that a CPU profile shares the host's memory between
 DISTRIBUTED_RESERVE_BYTES = int(1.45 * GIB)  # torch.distributed on CUDA: devices.csv, measured

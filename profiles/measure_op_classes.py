@@ -6,14 +6,13 @@ result and for a cross entropy the logits. Forward and backward are timed apart.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autoplan.profiles.budgets import Deadline
-from autoplan.profiles.measure_ops import coarse_first
+from autoplan.profiles.grids import class_grid
 from autoplan.profiles.rotation import rotating
-from autoplan.profiles.tables import ATTENTION_DIRECTIONS, OP_CLASSES, OpClassTable
+from autoplan.profiles.tables import ATTENTION_DIRECTIONS, OpClassTable
 from autoplan.profiles.timing import Stopwatch
 
 __all__ = ["measure_classes"]
@@ -21,10 +20,7 @@ __all__ = ["measure_classes"]
 Progress = Callable[[str], None]
 Inputs = Sequence[Any]
 
-CPU_SIZES = ((32, 512, 4096), (64, 1024))
-CUDA_SIZES = ((1024, 8192, 65536), (1024, 4096, 16384))
 CPU_VOCABULARY, CUDA_VOCABULARY = 8192, 131072
-MOST_NUMBERS = 2**28  # of one input
 
 
 def measure_classes(
@@ -57,13 +53,10 @@ def measure_classes(
     for table in known:
         if table.dtype == dtype:
             rows[table.op_class, table.direction] = {(r, w): rate for r, w, rate in table.rows}
-    sizes = sizes or (CUDA_SIZES if device.type == "cuda" else CPU_SIZES)
     makers = _makers(torch, device, getattr(torch, dtype))
-    grid = coarse_first(list(itertools.product(itertools.product(*sizes), OP_CLASSES)))
-    grid = [p for p in grid if p[0] not in rows.get((p[1], "forward"), {})]
-    for (count, width), name in deadline.points(grid):
-        if count * width > MOST_NUMBERS:
-            continue
+    grid = class_grid(device.type, sizes)
+    left = [p for p in grid if p[0] not in rows.get((p[1], "forward"), {})]
+    for (count, width), name in deadline.points(left):
         progress(f"{dtype} {name} {count} x {width}")
         runs = _directions(torch, device, makers[name], count, width)
         for direction, run in zip(ATTENTION_DIRECTIONS, runs, strict=True):

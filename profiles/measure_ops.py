@@ -1,17 +1,17 @@
 """Measure matrix products, attention, memory-bound kernels and the optimizer on one device.
 
-Each function measures in an order that covers its range coarsely first, and stops at its deadline:
-a small budget gives a sparse table, never an empty one.
+Each function measures in the order of its grid and stops at its deadline: a small budget gives a
+sparse table, never an empty one.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from autoplan.profiles.budgets import Deadline
+from autoplan.profiles.grids import attention_grid, gemm_grid
 from autoplan.profiles.rotation import rotating
 from autoplan.profiles.tables import (
     ATTENTION_DIRECTIONS,
@@ -26,7 +26,6 @@ from autoplan.profiles.timing import Stopwatch
 
 __all__ = [
     "ADAMW_BYTES_PER_PARAMETER",
-    "coarse_first",
     "measure_attention",
     "measure_gemm",
     "measure_launch_s",
@@ -35,21 +34,10 @@ __all__ = [
     "measure_peak",
 ]
 
-T = TypeVar("T")
 Progress = Callable[[str], None]
 Row = tuple[int, int, int, float]
 
 ADAMW_BYTES_PER_PARAMETER = 28  # float32: read p, g, m, v and write p, m, v
-CPU_GEMM_SIZES = ((16, 64, 256, 1024), (32, 128, 512), (32, 128, 512))
-CUDA_GEMM_SIZES = (
-    (256, 1024, 4096, 16384),
-    (512, 1024, 2048, 4096, 8192, 16384),
-    (512, 1024, 2048, 4096, 8192, 16384),
-)
-CPU_ATTENTION_SIZES = ((32, 64, 128, 256, 512), (16, 64), (2, 16))
-CUDA_ATTENTION_SIZES = ((512, 1024, 2048, 4096, 8192, 16384), (64, 128), (8, 32, 128))
-
-MAX_ATTENTION_ROWS = 2**19  # seq * batch * heads: stays below the memory of small GPUs
 
 
 def measure_gemm(
@@ -78,8 +66,7 @@ def measure_gemm(
     import torch
 
     watch = Stopwatch(device=device, slice_s=slice_s)
-    sizes = CUDA_GEMM_SIZES if device.type == "cuda" else CPU_GEMM_SIZES
-    grid = [*shapes, *coarse_first(list(itertools.product(*sizes)))]
+    grid = [*shapes, *gemm_grid(device.type)]
     rows: dict[GemmDirection, dict[tuple[int, int, int], float]] = {}
     for table in known:
         if table.dtype == dtype:
@@ -149,15 +136,13 @@ def measure_attention(
     import torch
 
     watch = Stopwatch(device=device, slice_s=slice_s)
-    sizes = CUDA_ATTENTION_SIZES if device.type == "cuda" else CPU_ATTENTION_SIZES
     rows: dict[tuple[AttentionDirection, bool], list[Row]] = {}
     for table in known:
         if table.dtype == dtype:
             rows[table.direction, table.causal] = list(table.rows)
     there = {row[:3] for row in rows.get(("backward", True), ())}
-    grid = [p for p in itertools.product(*sizes) if p[0] * p[2] <= MAX_ATTENTION_ROWS]
-    grid = [p for p in grid if p not in there]
-    for seq, head_dim, groups in deadline.points(coarse_first(grid)):
+    grid = [point for point in attention_grid(device.type) if point not in there]
+    for seq, head_dim, groups in deadline.points(grid):
         progress(f"{dtype} attention of {groups} heads, {seq} x {head_dim}")
         for is_causal in (False, True):
             runs = _attention_runs(
@@ -249,13 +234,6 @@ def measure_optimizer_bytes_per_s(device: Any, *, slice_s: float, num_parameters
     optimizer = torch.optim.AdamW(parameters, foreach=True)
     time_s = Stopwatch(device=device, slice_s=slice_s).median_s(optimizer.step)
     return _rounded(4 * (num_parameters // 4) * ADAMW_BYTES_PER_PARAMETER / time_s)
-
-
-def coarse_first(points: list[T]) -> list[T]:
-    """Return the points ordered so that every prefix is spread over the grid (bit reversal)."""
-    bits = max(1, (len(points) - 1).bit_length())
-    order = sorted(range(len(points)), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
-    return [points[i] for i in order]
 
 
 def _rounded(rate: float) -> float:

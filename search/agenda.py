@@ -2,7 +2,7 @@
 
 A search refines the candidate of the least bound, so the next refinement of the candidate whose
 bound will be least, by all that is known, is the most urgent. Candidates of one group share what is
-computed for them, and a group may be someone's own; so there is a queue for each.
+computed for them, so there is a queue for each, and whoever asks may prefer some.
 """
 
 from __future__ import annotations
@@ -46,23 +46,26 @@ class Agenda:
         if found.infeasible is None:
             self._push(index, level + 1)
 
-    def next(self, is_free: Callable[[Hashable], bool]) -> tuple[int, int] | None:
+    def next(self, handicap: Callable[[Hashable], float]) -> tuple[int, int] | None:
         """Return the candidate and level of the most urgent refinement, and take it.
 
         Args:
-            is_free: whether a group may be worked on.
+            handicap: the factor by which the bounds of a group count, for whoever asks; at least 1.
 
         Returns:
-            The index and the level; None where no group that may be worked on has any.
+            The index and the level; None where there is none.
         """
-        groups = [group for group in self._queues if self._has_any(group) and is_free(group)]
+        groups = [group for group in self._queues if self._has_any(group)]
         if not groups:
             return None
-        _, _, index, level = heapq.heappop(
-            min((self._queues[group] for group in groups), key=lambda queue: queue[0])
-        )
+        least = min(groups, key=lambda group: self._urgency(group, handicap(group)))
+        _, _, index, level = heapq.heappop(self._queues[least])
         self.take(index, level)
         return index, level
+
+    def _urgency(self, group: Hashable, handicap: float) -> tuple[float, Key]:
+        bound, key, *_ = self._queues[group][0]
+        return bound * handicap, key
 
     def _push(self, index: int, level: int) -> None:
         candidate = self._candidates[index]

@@ -4,7 +4,8 @@ The search takes its steps in one order, whatever the number of workers: what it
 computed before it asks, where that can be foreseen. A refinement depends on its candidate only, so
 it is the same whoever computes it and when; solutions depend on the best objective so far, and are
 computed when they are asked for. Candidates of one group share what was computed for them, so a
-group belongs to the worker that took it first.
+worker rather goes on with a group than begins one that another has begun, where both are about as
+urgent.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,6 +24,8 @@ from autoplan.search.candidates import Candidate
 from autoplan.search.forks import Forked, first_to_answer
 
 __all__ = ["Crew"]
+
+_BEGUN_BY_ANOTHER = 1.01  # by how much more urgent a group must be, to be begun a second time
 
 # What is done for a candidate: its index, the task's name and arguments.
 Task = tuple[int, str, tuple[Any, ...]]
@@ -81,23 +85,29 @@ class Crew:
             worker = self._idle_for(self._group(wanted[0]))
             if worker is not None:
                 self._give(worker, wanted)
-        while any(worker.task is None for worker in self._workers):
-            found = self._agenda.next(lambda group: self._idle_for(group) is not None)
+        for worker in self._workers:
+            if worker.task is not None:
+                continue
+            found = self._agenda.next(partial(self._handicap, worker))
             if found is None:
                 return
             index, level = found
-            worker = self._idle_for(self._group(index))
-            assert worker is not None, "the agenda was told who is idle"
             self._give(worker, (index, "refine", (level,)))
 
     def _group(self, index: int) -> Hashable:
         return self._candidates[index].group
 
     def _idle_for(self, group: Hashable) -> _Worker | None:
-        """Return the worker of a group, if that is idle, or of a new group any that is."""
-        owners = [worker for worker in self._workers if group in worker.groups]
-        idle = [worker for worker in owners or self._workers if worker.task is None]
-        return min(idle, key=lambda one: len(one.groups), default=None)
+        """Return an idle worker, rather one that has begun with a group."""
+        idle = [worker for worker in self._workers if worker.task is None]
+        return min(idle, key=lambda one: (group not in one.groups, len(one.groups)), default=None)
+
+    def _handicap(self, worker: _Worker, group: Hashable) -> float:
+        """Return the factor on bounds of a group that a worker would have to begin with."""
+        if group in worker.groups:
+            return 1.0
+        others = any(group in one.groups for one in self._workers)
+        return _BEGUN_BY_ANOTHER if others else 1.0
 
     def _give(self, worker: _Worker, task: Task) -> None:
         index, name, arguments = task

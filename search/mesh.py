@@ -139,7 +139,7 @@ class _MeshSearch:
         workers: int = 1,
     ):
         self.candidates = candidates
-        self.workers = min(workers, len({candidate.group for candidate in candidates}))
+        self.workers = min(workers, len(candidates))
         self.crew: Crew | None = None
         self.started = clock.monotonic()
         self.deadline = self.started + time_limit_s

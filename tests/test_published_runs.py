@@ -138,6 +138,7 @@ def test_a_pipeline_of_torchtitan_leaves_its_micro_batches_open() -> None:
     assert (flat.options["virtual_stages"], flat.options["microbatch_size"]) == (1, 2)
 
 
+ALLTOALL = "moe-token-dispatcher-type=alltoall moe-grouped-gemm swiglu"
 MALFORMED: list[tuple[dict[str, str | None], str]] = [
     ({"gpus": "four"}, "gpus is 'four', not a number"),
     ({"micro_batch": "0"}, "micro_batch is 0, below 1"),
@@ -149,8 +150,10 @@ MALFORMED: list[tuple[dict[str, str | None], str]] = [
     ({"gpu": None}, "no profile for GPU that is not given"),
     ({"heads": "7"}, "hidden 128, heads 7 and kv_heads 7 do not divide"),
     ({"global_batch": "3"}, "estimate refuses: global batch 3 does not divide"),
-    ({"model": "MoE 8x7B"}, "experts are not built from a row"),
-    ({"ep": "2"}, "expert parallelism is not priced"),
+    ({"model": "MoE 8x7B"}, "num_experts is not given"),
+    ({"ep": "2"}, "num_experts is not given"),
+    ({"num_experts": "8", "args": ALLTOALL}, "moe_topk is not given"),
+    ({"num_experts": "8", "moe_topk": "2"}, "a token dispatcher allgather is not priced"),
     ({"duplicate_of": "x"}, "copy of another row"),
 ]
 

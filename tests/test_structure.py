@@ -80,8 +80,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cuda_autocast",
         "layout_check",
         "tracer",
+        "program_pickles",
     ),
-    ("limits", "engines", "optimizers"),
+    ("limits", "engines", "optimizers", "expert_parallel"),
     ("op_classes",),
     (
         "settings",
@@ -102,6 +103,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "block_heap",
         "resident",
         "stage_walk",
+        "repeated_walk",
         "memory",
         "replay_groups",
         "replay",

@@ -11,11 +11,14 @@ import torch
 from hypothesis import given, settings
 
 from autoplan import planner as planner_module
+from autoplan import tracer
 from autoplan.errors import InfeasibleError
+from autoplan.graph import Trace
 from autoplan.optimizing import find_plan, optimize
 from autoplan.plan import Plan
 from autoplan.planner import Planner, make_planner
 from autoplan.search import mesh
+from autoplan.tracer import recent_program
 from tests.models_for_tests import TinyGPT, mean_square
 from tests.strategies import PlanningProblem, planning_problems
 from tests.test_planner import LAWS
@@ -71,6 +74,36 @@ def test_traces_of_other_processes_give_the_same_plan(pins: dict[str, int]) -> N
     plans = [made(workers) for workers in (1, 2)]
     assert timeless(plans[1]) == timeless(plans[0])
     assert not any("not checked" in note for note in plans[1].notes)
+
+
+def test_a_size_that_was_traced_elsewhere_is_not_captured_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its program, by which layouts are checked, comes with its trace."""
+    planner = make_planner(
+        TinyGPT(depth=1),
+        "1x2:a100_sxm_40gb",
+        torch.randint(0, 50, (2, 16)),
+        loss_fn=mean_square,
+        global_batch_size=8,
+        pins={"tp": 2, "num_microbatches": 4},
+        workers=2,
+    )
+    here: list[int] = []
+    capture = Planner._capture
+
+    def counted(self: Planner, microbatch_size: int) -> Trace:
+        here.append(microbatch_size)
+        return capture(self, microbatch_size)
+
+    monkeypatch.setattr(Planner, "_capture", counted)
+    monkeypatch.setattr(tracer, "_RECENT", {})
+    plan = find_plan(planner)
+    assert plan.microbatch_size == 2
+    assert here == [1]
+    program = recent_program(plan.fingerprint)
+    assert program is not None
+    assert program.microbatch_size == 2
 
 
 def test_workers_below_one_are_refused() -> None:

@@ -26,7 +26,7 @@ def test_shipped_profile_is_complete_and_its_numbers_have_origins(name: str) -> 
     profile = load_profile(name)
     assert profile.name == name
     used = {t.origin for t in profile.gemm} | {t.origin for t in profile.attention}
-    used |= {t.origin for t in profile.memory_bound}
+    used |= {t.origin for t in profile.memory_bound} | {t.origin for t in profile.grouped}
     used |= set(profile.origin_by_field.values())
     assert used == set(profile.origins), "an origin that nothing uses, or the other way round"
     for origin in profile.origins.values():

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -102,8 +102,6 @@ def test_refinements_are_computed_by_workers_and_once_each(tmp_path: Path) -> No
     keys = [key for key, _ in lines]
     assert len(keys) == len(set(keys))
     assert str(PARENT) not in {pid for _, pid in lines}
-    owners = {(int(key) % 3, pid) for key, pid in lines}
-    assert len(owners) == len({group for group, _ in owners}), "a group has one worker"
 
 
 class _NoPickleError(Exception):
@@ -250,16 +248,43 @@ def test_a_crew_of_any_size_answers_what_is_asked() -> None:
     assert [answer.bound for answer in answers] == [3, 1, 4, 0, 2]
 
 
+def alike(group: Hashable) -> float:
+    return 1.0
+
+
 def test_an_agenda_gives_each_open_refinement_once_and_the_least_bound_first() -> None:
     candidates = [candidate(key, [bound, bound + 3], 9) for key, bound in enumerate((4, 1, 6, 2))]
     agenda = Agenda(candidates, lambda index, bound: bound < 6)
     for index, own in enumerate(candidates):
         agenda.begin(index, own.lower_bound, 0)
     agenda.take(1, 0)
-    assert agenda.next(lambda group: group != 0) is None, "taken, and as slow as what is known"
-    assert agenda.next(lambda group: True) == (3, 0)
-    assert agenda.next(lambda group: True) == (0, 0)
-    assert agenda.next(lambda group: True) is None
+    assert agenda.next(alike) == (3, 0)
+    assert agenda.next(alike) == (0, 0)
+    assert agenda.next(alike) is None, "taken, or as slow as what is known"
+
+
+def test_an_agenda_gives_a_group_that_is_preferred_if_it_is_about_as_urgent() -> None:
+    candidates = [candidate(key, [bound], 900) for key, bound in enumerate((100, 101, 103))]
+    agenda = Agenda(candidates, lambda index, bound: True)
+    for index, own in enumerate(candidates):
+        agenda.begin(index, own.lower_bound, -1)
+    assert agenda.next(lambda group: 1.02 if group == 0 else 1.0) == (1, -1)
+    assert agenda.next(lambda group: 1.02 if group == 0 else 1.0) == (0, -1)
+    assert agenda.next(lambda group: 1.02 if group == 0 else 1.0) == (2, -1)
+
+
+def test_a_group_is_shared_where_the_others_are_done(tmp_path: Path) -> None:
+    def refine(key: int) -> Refinement:
+        with (tmp_path / "log").open("a") as log:
+            log.write(f"{os.getpid()}\n")
+        time.sleep(0.05)
+        return Refinement(bound=key)
+
+    candidates = [
+        replace(candidate(k, [0], 9, refine=partial(refine, k)), group="all") for k in range(6)
+    ]
+    search_settings(candidates, time_limit_s=20, workers=2)
+    assert len(set((tmp_path / "log").read_text().split())) == 2
 
 
 def test_an_agenda_goes_on_with_what_it_learns() -> None:
@@ -267,9 +292,9 @@ def test_an_agenda_goes_on_with_what_it_learns() -> None:
     agenda = Agenda(candidates, lambda index, bound: True)
     for index, own in enumerate(candidates):
         agenda.begin(index, own.lower_bound, 0)
-    assert agenda.next(lambda group: True) == (0, 0)
+    assert agenda.next(alike) == (0, 0)
     agenda.learn(0, 0, Refinement(bound=5))
-    assert agenda.next(lambda group: True) == (1, 0)
+    assert agenda.next(alike) == (1, 0)
     agenda.learn(1, 0, Refinement(infeasible="too large"))
-    assert agenda.next(lambda group: True) == (0, 1)
-    assert agenda.next(lambda group: True) is None
+    assert agenda.next(alike) == (0, 1)
+    assert agenda.next(alike) is None
