@@ -76,8 +76,14 @@ def _sizes(op: OpTrace) -> tuple[int, int, int, int, int, int]:
     return op.attention
 
 
-def exchanged(local: LocalBlock, op: LocalOp) -> Exchanged:
-    """Return the bytes that an attention op of a block reads and writes on this rank."""
+def exchanged(local: LocalBlock, op: LocalOp, *, repeats_keys: bool = False) -> Exchanged:
+    """Return the bytes that an attention op of a block reads and writes on this rank.
+
+    Args:
+        local: the block.
+        op: of it.
+        repeats_keys: see `autoplan.engines.Engine`.
+    """
     traced = _traced(op)
     head_dim = _sizes(traced)[4]
     made = {other.name: other.value_bytes for other in local.ops}
@@ -85,7 +91,7 @@ def exchanged(local: LocalBlock, op: LocalOp) -> Exchanged:
     keys = sum(made.get(name) or local.value_bytes.get(name, 0) for name in op.inputs[1:3])
     return Exchanged(
         query=op.value_bytes,
-        keys=keys,
+        keys=2 * op.value_bytes if repeats_keys else keys,
         rows=4 * op.value_bytes // (item * head_dim),
         wide=_WIDE / item,
     )
@@ -126,10 +132,12 @@ def with_context_times(
     if workload.context_parallel == 1:
         return found
     _check_heads(local, workload)
-    price = _heads_time if workload.engine.context_exchange == "all_to_all" else _ring_time
+    engine = workload.engine
+    price = _heads_time if engine.context_exchange == "all_to_all" else _ring_time
     for op in local.ops:
         if is_exchanged(op):
-            found[op.name] = price(exchanged(local, op), op, times[op.name], timer, workload)
+            sizes = exchanged(local, op, repeats_keys=engine.repeats_keys)
+            found[op.name] = price(sizes, op, times[op.name], timer, workload)
     return found
 
 
@@ -250,7 +258,12 @@ def with_context_held(local: LocalBlock, workload: Workload) -> LocalBlock:
         return local
     storage = {op.name: op.storage for op in local.ops}
     changed = {
-        op.name: _held(op, exchanged(local, op), storage, workload)
+        op.name: _held(
+            op,
+            exchanged(local, op, repeats_keys=workload.engine.repeats_keys),
+            storage,
+            workload,
+        )
         for op in local.ops
         if is_exchanged(op)
     }
@@ -263,7 +276,7 @@ def _held(op: LocalOp, sizes: Exchanged, storage: Mapping[str, str], workload: W
     owners = [storage.get(name, name) for name in op.inputs[:3]]
     if workload.engine.context_exchange == "all_gather":
         sums, gradients = int(sizes.wide * query), int(sizes.wide * keys)
-        gathered = (keys, degree * keys, query)
+        gathered = (keys, degree * keys, query, keys * workload.engine.repeats_keys)
         return _working(
             op,
             (*gathered, *[sums] * (2 if workload.is_compiled else 4)),

@@ -82,6 +82,8 @@ class Engine:
             mix frozen and trained ones (torch, notes of `FullyShardedDataParallel` on freezing).
         context_exchange: how attention reaches keys of other ranks under context parallelism, see
             `autoplan.context_parallel`.
+        repeats_keys: there are as many heads of keys and values as of queries when they are
+            exchanged (torchtitan's Llama, `repeat_kv`).
     """
 
     name: str
@@ -110,6 +112,7 @@ class Engine:
     reenters: bool = False
     holds_attention: bool = False
     context_exchange: ContextExchange = "all_gather"
+    repeats_keys: bool = False
 
 
 AUTOPLAN = Engine(name="autoplan")
@@ -138,6 +141,7 @@ _TORCHTITAN = replace(
     loss="dtensor",
     keeps_last_gathered=True,
     compiles_glue=False,
+    repeats_keys=True,
 )
 _MEGATRON_TE = replace(MEGATRON, name="megatron-te", keeps_stand_ins=True)
 _MEGATRON_FP16 = replace(

@@ -173,6 +173,21 @@ def test_bytes_on_the_way_are_those_of_the_equations(
     assert found[op.name].backward_comm_s == sum(backward.values()) * keys + own
 
 
+def test_repeated_keys_are_exchanged_with_a_head_for_each_of_queries(
+    blocks: dict[int, BlockTrace],
+) -> None:
+    local = localize(blocks[TOKENS // 2], {}, 1)
+    (op,) = (op for op in local.ops if is_exchanged(op))
+    once, repeated = (exchanged(local, op, repeats_keys=given) for given in (False, True))
+    assert repeated.keys == once.keys * HEADS // KV_HEADS == 2 * once.query
+    assert replace(repeated, keys=once.keys) == once
+    timer, own = Timer(Cluster.parse("1x8:a100"), 1), replace(workload(2), is_compiled=True)
+    other = replace(own, engine=replace(own.engine, repeats_keys=True))
+    # Compiled, nothing runs beside what is sent.
+    few, many = (priced(local, timer, given)[op.name] for given in (own, other))
+    assert few.backward_comm_s < many.backward_comm_s
+
+
 def test_heads_that_do_not_divide_are_refused(blocks: dict[int, BlockTrace]) -> None:
     block = blocks[TOKENS // 4]
     local = localize(block, megatron_axes(block, 2), 2)
