@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import queue
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
@@ -41,22 +41,24 @@ _checked: dict[tuple[str, str, int], LayoutNumerics] = {}
 
 def check_plan_layouts(plan: Plan, program: Program) -> tuple[LayoutNumerics, ...]:
     """Check every layout that a plan uses, once for each class of blocks."""
-    found: dict[tuple[int, str], LayoutNumerics] = {}
+    wanted: dict[tuple[str, str, int], _Check] = {}
+    used: dict[tuple[int, str], tuple[str, str, int]] = {}
     for stage in plan.stages:
         for block in stage.blocks:
             key = (program.calls[block.call].graph, block.placements)
             layout = plan.placements.get(block.placements)
-            if layout is None or not layout.axes or key in found:
+            if layout is None or not layout.axes or key in used:
                 continue
             graph = program.graphs[key[0]]
             text = f"{sorted(layout.axes.items())} {layout.both_borders}"
-            known = (graph.fingerprint, text, layout.degree)
-            if known not in _checked:
-                _checked[known] = check_layout_numerics(
-                    graph, layout.axes, layout.degree, borders=layout.both_borders
-                )
-            found[key] = replace(_checked[known], block=graph.name, layout=block.placements)
-    return tuple(found.values())
+            used[key] = (graph.fingerprint, text, layout.degree)
+            if used[key] not in _checked:
+                wanted[used[key]] = _Check(graph, layout.axes, layout.degree, layout.both_borders)
+    _checked.update(zip(wanted, _run_all(list(wanted.values())), strict=True))
+    return tuple(
+        replace(_checked[known], block=program.graphs[graph].name, layout=layout)
+        for (graph, layout), known in used.items()
+    )
 
 
 def check_layout_numerics(
@@ -68,42 +70,56 @@ def check_layout_numerics(
 ) -> LayoutNumerics:
     """Return how a layout of a block compares with the whole block.
 
-    It is run in a forked process: a process that has run a backward beside an accelerator cannot
-    fork workers any more, and this one may want to. One that cannot runs it in a thread. In both
-    it has a time to end in.
-
     Args:
         graph: as captured.
         axes: op name -> axis.
         degree: ranks.
         borders: how activations enter and leave, where they can be sliced so.
     """
-    check = _Check(graph, axes, degree, borders)
-    return _in_thread(check) if compat.has_autograd_threads() else _in_fork(check)
+    return _run_all([_Check(graph, axes, degree, borders)])[0]
 
 
-def _in_fork(check: _Check) -> LayoutNumerics:
+def _run_all(checks: Sequence[_Check]) -> list[LayoutNumerics]:
+    """Return the results of checks.
+
+    They are run in a forked process: a process that has run a backward beside an accelerator cannot
+    fork workers any more, and this one may want to. One that cannot runs them in threads. In both
+    each has a time to end in.
+    """
+    if compat.has_autograd_threads():
+        return [_in_thread(check) for check in checks]
+    found: list[LayoutNumerics] = []
+    while len(found) < len(checks):
+        found += _in_fork(checks[len(found) :])
+    return found
+
+
+def _in_fork(checks: Sequence[_Check]) -> list[LayoutNumerics]:
+    """Return the results of the first checks, up to one at which the process had to end."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(theirs, check), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, checks), daemon=True)
     process.start()
     theirs.close()
+    found: list[LayoutNumerics] = []
     try:
-        if not ours.poll(_TIMEOUT_S):
-            return check.not_run(f"no result after {_TIMEOUT_S:g} s")
-        answer: LayoutNumerics = ours.recv()
+        for check in checks:
+            if not ours.poll(_TIMEOUT_S):
+                return [*found, check.not_run(f"no result after {_TIMEOUT_S:g} s")]
+            found.append(ours.recv())
     except EOFError:
-        return check.not_run("its process died")
+        return [*found, check.not_run("its process died")]
     finally:
         process.kill()
         process.join()
         ours.close()
-    return answer
+    return found
 
 
-def _serve(pipe: Connection, check: _Check) -> None:
+def _serve(pipe: Connection, checks: Sequence[_Check]) -> None:
     torch.set_num_threads(1)
-    pipe.send(check.run())
+    for check in checks:
+        pipe.send(check.run())
     os._exit(0)
 
 

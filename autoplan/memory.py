@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from autoplan.engines import AUTOPLAN, Engine
 from autoplan.optimizers import Optimizer
+from autoplan.repeated_walk import RepeatedWalk
 from autoplan.schedules import MULTI_STAGE, enough_rounds, schedule_actions
 from autoplan.settings import Setting
 from autoplan.stage_costs import StageBlock
@@ -85,7 +86,7 @@ def stage_memory(
     if engine.has_gradient_buffer:
         # Megatron-LM frees what it has sent, and what it receives is the kept input of a block.
         parts = [replace(part, entering=0, leaving=0) for part in parts]
-    walk = StageWalk(blocks, setting, optimizer, is_mixed, is_gloo, engine, parts)
+    walk = RepeatedWalk(blocks, setting, optimizer, is_mixed, is_gloo, engine, parts)
     walk.fixed = input_bytes + receive_buffer_bytes(parts, setting, stage)
     walk.standing = standing_bytes
     walk.held_after = held_send_after(setting, stage)
@@ -116,11 +117,12 @@ def memory_samples(
     walk = StageWalk(blocks, setting, optimizer, is_mixed, is_gloo, AUTOPLAN, parts)
     walk.fixed = input_bytes + receive_buffer_bytes(parts, setting, stage)
     walk.held_after = held_send_after(setting, stage)
+    samples = walk.samples = {}
     last = {part: index for index, (kind, part) in enumerate(actions) if kind in "BW"}
     walk.run([(kind, index == last[part], part) for index, (kind, part) in enumerate(actions)])
     return tuple(
         MemorySample(action=action, block=block, nbytes=nbytes)
-        for (action, block), nbytes in walk.samples.items()
+        for (action, block), nbytes in samples.items()
     )
 
 

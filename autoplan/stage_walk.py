@@ -18,9 +18,10 @@ from autoplan.resident import (
 from autoplan.settings import Setting
 from autoplan.stage_costs import GroupBytes, StageBackward, StageBlock
 
-__all__ = ["PartBytes", "StageWalk"]
+__all__ = ["PartBytes", "Sizes", "StageWalk"]
 
 _BUFFER = -1  # the gradient buffer among the groups
+_PARAMETERS = {"split": "W", "late": "W", "whole": "I"}  # the action that is a stage's backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ class PartBytes:
     backward: StageBackward = "split"
 
 
-class _Sizes(dict[int, int]):
+class Sizes(dict[int, int]):
     """Bytes by group, with their sum: it is asked for far more often than they change."""
 
     __slots__ = ("total",)
@@ -66,9 +67,24 @@ class _Sizes(dict[int, int]):
         super().clear()
         self.total = 0
 
+    def copied(self) -> Sizes:
+        """Return the same bytes by group."""
+        copied = Sizes()
+        copied.become(self)
+        return copied
+
+    def become(self, other: Sizes) -> None:
+        """Take the bytes of others for what is here."""
+        super().clear()
+        self.update(other)
+        self.total = other.total
+
 
 class StageWalk:
-    """Live bytes while a stage runs; `note` keeps the largest sum with its parts."""
+    """Live bytes while a stage runs; `note` keeps the largest sum with its parts.
+
+    Where `samples` is a mapping, it gets the largest sum at each place of a step.
+    """
 
     def __init__(
         self,
@@ -117,9 +133,9 @@ class StageWalk:
         self.fixed = self.standing = self.held_after = 0
         self.activations = 0
         self.later: dict[int, int] | None = None  # what a backward to the parameters has less
-        self.gathered = _Sizes()
-        self.buffers = _Sizes()
-        self.gradients = _Sizes()
+        self.gathered = Sizes()
+        self.buffers = Sizes()
+        self.gradients = Sizes()
         if self.has_buffer:
             self.gradients[_BUFFER] = sum(s.gradients for s in statics)
         self.is_flat = engine.is_flat
@@ -131,18 +147,18 @@ class StageWalk:
         self.widens = is_mixed and not engine.is_gradient_wide
         last = max((i for i, b in enumerate(blocks) if not b.is_glue), default=None)
         self.stays_gathered = last if engine.keeps_last_gathered and setting.pp == 1 else None
-        self._enter(0)
-        self.sharded = _Sizes()
+        self.enter(0)
+        self.sharded = Sizes()
         self.reduce_input = 0
-        self._marks: set[str] = set()
+        self.marks: set[str] = set()
         self.unmerged = 0
         self.at: tuple[int, int | None] = (0, 0)
-        self.samples: dict[tuple[int, int | None], int] = {}
+        self.samples: dict[tuple[int, int | None], int] | None = None
         self.peak = -1
         self.peak_name = ""
         self.peak_parts: dict[str, int] = {}
 
-    def _enter(self, part: int) -> None:
+    def enter(self, part: int) -> None:
         """Make one of the rank's stages the one that runs."""
         own = self.part_bytes[part]
         self.root = len(self.blocks) + part
@@ -160,7 +176,7 @@ class StageWalk:
         working = max(gathered, self.live) + self.reduce_input
         total = self.activations + gradients + working + transient + self.fixed
         total += self.parameters + self.optimizer
-        if total >= self.samples.get(self.at, 0):
+        if self.samples is not None and total >= self.samples.get(self.at, 0):
             self.samples[self.at] = total
         if total > self.peak:
             self.peak = total
@@ -177,19 +193,12 @@ class StageWalk:
         """Walk the actions, the last reductions, and the optimizer step."""
         backwards = 0
         for number, (kind, is_last, part) in enumerate(actions):
-            self._enter(part)
-            self.at = (number, self.part[0] if kind == "F" else self.part[-1])
-            if kind == "F":
-                self._forward(self.part)
-            elif kind == "I" and self.how == "split":
-                self._input_backward()
-            elif kind == {"split": "W", "late": "W", "whole": "I"}[self.how] or kind == "B":
-                self.later = self._released() if kind == "W" and self.how == "split" else None
-                self._backward(is_last, self.part)
-                backwards += 1
-                self.fixed += self.leaving if backwards == self.held_after else 0
+            is_backward = kind == "B" or kind == _PARAMETERS[self.part_bytes[part].backward]
+            backwards += is_backward
+            holds = is_backward and backwards == self.held_after
             self.at = (number, None)
-            self.note("between micro-batches")
+            self.act(kind, is_last, part, holds)
+        self.settle()
         self.fixed -= self.leaving if 0 < self.held_after <= backwards else 0
         self.at = (len(actions), None)
         if self.wrapped and self.zero <= 1 and self.is_pipeline:
@@ -209,6 +218,29 @@ class StageWalk:
             waiting = self.gradients.total if self.is_pipeline else self.waiting
             self.note("reducing gradients", min(waiting, REDUCED_TOGETHER_BYTES))
         self.note("the optimizer step", 0 if self.is_offloaded else -(-temporary // shards))
+
+    def act(self, kind: str, is_last: bool, part: int, holds: bool) -> None:
+        """Walk one action of one of the rank's stages.
+
+        Args:
+            kind, is_last, part: as in `run`.
+            holds: from the end of it on the rank holds an output, see `memory.held_send_after`.
+        """
+        self.enter(part)
+        self.at = (self.at[0], self.part[0] if kind == "F" else self.part[-1])
+        if kind == "F":
+            self._forward(self.part)
+        elif kind == "I" and self.how == "split":
+            self._input_backward()
+        elif kind == "B" or kind == _PARAMETERS[self.how]:
+            self.later = self._released() if kind == "W" and self.how == "split" else None
+            self._backward(is_last, self.part)
+        self.fixed += self.leaving if holds else 0
+        self.at = (self.at[0], None)
+        self.note("between micro-batches")
+
+    def settle(self) -> None:
+        """Bring everything up to date after the last action; for walks that put something off."""
 
     def _forward(self, part: range) -> None:
         self._gather_forward(self.root)
@@ -333,7 +365,7 @@ class StageWalk:
         has_grads = self.gradients.get(index if not block.is_glue else self.root, 0) > 0
         is_first = not has_grads or self.is_mixed
         seen = f"grads of {index}"
-        adds_up = block.is_glue and seen in self._marks
+        adds_up = block.is_glue and seen in self.marks
         memory = block.memory if is_first and not adds_up else block.accumulating
         peak = memory.border_backward_peak if self._is_sent(index) else memory.backward_peak
         transient = peak - memory.kept
@@ -351,7 +383,7 @@ class StageWalk:
             self.gradients[group] = self.gradients.get(group, 0) + made
             self.note(f"end of the backward of block {index}")
             if block.is_glue and not self.is_mixed:
-                self._marks.add(seen)
+                self.marks.add(seen)
         if self.steps_in_backward:
             self.gradients.let_go(group)
         if self.is_mixed and self.wrapped and not block.is_glue and self.zero <= 1:
@@ -384,7 +416,7 @@ class StageWalk:
         self.note("reducing gradients")
         self.gradients.let_go(group)
         if group >= len(self.blocks):
-            self._marks.clear()
+            self.marks.clear()
         copy = size if self.is_gloo and self.zero > 0 else 0
         shard = (
             -(-self.whole[group] // self.setting.dp_shard) if self.zero > 0 else self.whole[group]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoplan import compat, layout_numerics, sharded_ops
+from autoplan import compat, layout_numerics, rank_numerics, sharded_ops
 from autoplan.cluster import Cluster
 from autoplan.dry_run_result import LayoutNumerics
 from autoplan.graph import ShardOption
@@ -24,6 +25,7 @@ from autoplan.profiles.device import DeviceProfile
 from autoplan.profiles.link import LinkProfile
 from autoplan.program import BlockGraph, Op
 from autoplan.sharding import shard_options
+from autoplan.tensor_layout import WHOLE_BORDERS
 from examples.gpt import GPT, GPTConfig, batch_like, loss_fn
 from tests.distributed import run_workers
 from tests.layouts import megatron_axes, prefer_axes, random_axes
@@ -172,6 +174,22 @@ def test_a_check_that_does_not_end_is_not_run(
     assert "no result after 0.2 s" in found.reason
 
 
+def test_a_check_that_ends_its_process_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = block_of("gpt")
+    axes = megatron_axes(graph, shard_options(graph))
+    compare = rank_numerics.compare_layout
+
+    def dies(graph: BlockGraph, options: Any, axes: Any, degree: int, **more: Any) -> Any:
+        return os._exit(1) if degree == 4 else compare(graph, options, axes, degree, **more)
+
+    monkeypatch.setattr(layout_numerics, "compare_layout", dies)
+    checks = [layout_numerics._Check(graph, axes, n, WHOLE_BORDERS) for n in (2, 4, 2, 4, 2)]
+    found = layout_numerics._run_all(checks)
+    assert [one.form for one in found] == ["as captured", "not run"] * 2 + ["as captured"]
+    assert "its process died" in found[3].reason
+    assert all(one.error is not None and not one.is_wrong for one in found[::2])
+
+
 def test_a_layout_that_cannot_run_is_wrong() -> None:
     graph = next(g for g in program_of("gpt").graphs if not g.is_glue)
     found = check_layout_numerics(graph, megatron_axes(graph, shard_options(graph)), 3)
@@ -218,12 +236,15 @@ def test_the_search_does_without_an_option_that_is_wrong(
     pins: dict[str, Any] = {"tp": 2, "pp": 1, "microbatch_size": 1, "recompute": "none"}
     forms: list[str] = []
 
-    def remember(graph: BlockGraph, *arguments: Any, **options: Any) -> LayoutNumerics:
-        found = check_layout_numerics(graph, *arguments, **options)
-        forms.extend([found.form] * (not graph.is_glue))
+    run_all = layout_numerics._run_all
+
+    def remember(checks: Sequence[Any]) -> list[LayoutNumerics]:
+        found = run_all(checks)
+        pairs = zip(checks, found, strict=True)
+        forms.extend(one.form for check, one in pairs if not check.graph.is_glue)
         return found
 
-    monkeypatch.setattr(layout_numerics, "check_layout_numerics", remember)
+    monkeypatch.setattr(layout_numerics, "_run_all", remember)
     monkeypatch.setattr(layout_numerics, "_checked", {})
     planner = make_planner(
         model, arithmetic(2), batch_like(config, 1, tokens), loss_fn=loss_fn, pins=pins

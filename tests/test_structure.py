@@ -102,6 +102,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "block_heap",
         "resident",
         "stage_walk",
+        "repeated_walk",
         "memory",
         "replay_groups",
         "replay",
