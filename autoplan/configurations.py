@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from autoplan.expert_parallel import UNDIVIDED, ExpertParallel
+from autoplan.expert_parallel import STACKED, UNDIVIDED, ExpertParallel, expert_states
 from autoplan.frontiers import Decision
 from autoplan.graph import BlockTrace, Trace
 from autoplan.inner_recompute import attention_core
@@ -20,6 +20,7 @@ from autoplan.tensor_layout import TOKEN_BORDERS, WHOLE_BORDERS, megatron_axes
 __all__ = [
     "RecomputeRule",
     "check_choices",
+    "check_experts",
     "experts_of",
     "placed",
     "recompute_rules",
@@ -115,6 +116,24 @@ def experts_of(
     if setting.axis_order != "tp-dp-pp":
         raise ValueError(f"expert_parallel={degree} needs axis_order='tp-dp-pp'")
     return ExpertParallel(degree=degree, tensor_parallel=shared)
+
+
+def check_experts(trace: Trace, decisions: Sequence[Decision], experts: ExpertParallel) -> None:
+    """Check that tensor parallelism slices the products of experts as `experts` says.
+
+    Raises:
+        ValueError: names the product of which every rank would compute all.
+    """
+    for call, decision in zip(trace.calls, decisions, strict=True):
+        block = trace.blocks[call.block]
+        for op in block.ops if expert_states(block) else ():
+            if op.target in STACKED and op.name not in decision.axes:
+                raise ValueError(
+                    f"expert_parallel={experts.degree} beside tensor parallelism: {op.target} "
+                    f"({op.name} of {block.name}) cannot be sliced over "
+                    f"{'features' if experts.tensor_parallel > 1 else 'rows'}; rows of experts "
+                    "must be (experts, rows, features) as torch.bmm takes them: use tp=1"
+                )
 
 
 def stage_ends_of(

@@ -14,6 +14,7 @@ from autoplan.cluster import Cluster
 from autoplan.configurations import (
     RecomputeRule,
     check_choices,
+    check_experts,
     experts_of,
     placed,
     recompute_rules,
@@ -227,6 +228,8 @@ def estimate(
     is_ruled = tensor_layout == "megatron" and tp > 1
     if is_ruled:
         decisions = ruled_decisions(trace, setting, sequence_parallel)
+        if experts.degree > 1:
+            check_experts(trace, decisions, experts)
     else:
         decisions = simple_decisions(planner, setting, "none")
     rules = recompute_rules(trace, recompute)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import autoplan
 from autoplan.cluster import Cluster
@@ -204,6 +205,34 @@ def test_a_model_without_experts_cannot_divide_them() -> None:
             engine="megatron",
             expert_parallel=2,
         )
+
+
+def test_experts_of_transformers_are_divided_with_their_transposed_matrices() -> None:
+    config = MixtralConfig(
+        hidden_size=WIDTH,
+        intermediate_size=FFN,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=COUNT,
+        vocab_size=512,
+    )
+    with torch.device("meta"):
+        model = MixtralForCausalLM(config).to(torch.bfloat16)
+    ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
+    batch = {"input_ids": ids, "labels": ids}
+    options: dict[str, Any] = {"global_batch_size": 16, "engine": "megatron", "zero_stage": 1}
+    traces: dict[int, Trace] = {}
+
+    def price_of(**more: Any) -> Estimate:
+        return autoplan.estimate(model, "1x8:h100", batch, traces=traces, **options, **more)
+
+    alone, divided_ = price_of(), price_of(expert_parallel=4)
+    held = [price.memory_by_category[0]["parameters"] for price in (alone, divided_)]
+    assert held[0] - held[1] == 2 * EXPERT_BYTES * 3 // 4
+    assert divided_.time_by_category["expert_parallel"] > 0
+    with pytest.raises(ValueError, match=r"aten._grouped_mm.default .* cannot be sliced"):
+        price_of(expert_parallel=4, tp=2, tensor_layout="megatron", sequence_parallel=True)
 
 
 def test_grouped_products_take_the_time_that_was_measured_of_them() -> None:
