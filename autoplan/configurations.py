@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from autoplan.engines import Engine
 from autoplan.expert_parallel import STACKED, UNDIVIDED, ExpertParallel, expert_states
 from autoplan.frontiers import Decision
 from autoplan.graph import BlockTrace, Trace
@@ -75,8 +76,8 @@ def experts_of(
     degree: int,
     tensor_parallel: int | None,
     setting: Setting,
+    engine: Engine,
     *,
-    has_gradient_buffer: bool,
     is_sequence_parallel: bool,
 ) -> ExpertParallel:
     """Return how experts lie over the ranks of a stage.
@@ -86,7 +87,7 @@ def experts_of(
         tensor_parallel: ranks that share the matrices of one; None: as many as there is tensor
             parallelism.
         setting: degrees.
-        has_gradient_buffer: of the engine.
+        engine: the software that trains.
         is_sequence_parallel: activations between products are slices of tokens.
 
     Raises:
@@ -106,10 +107,11 @@ def experts_of(
             f"expert_parallel={degree} times expert_tensor_parallel={shared} does not divide the "
             f"{ranks} ranks of a stage (dp={setting.dp} * tp={tp})"
         )
-    if not has_gradient_buffer or setting.zero_stage > 1:
+    is_priced = engine.has_gradient_buffer and not (engine.is_flat or engine.owns_whole_tensors)
+    if not is_priced or setting.zero_stage > 1:
         raise ValueError(
-            f"expert_parallel={degree} is priced for engines with a gradient buffer (megatron) and "
-            "zero_stage 0 or 1"
+            f"expert_parallel={degree} is priced for the engines of Megatron-LM (megatron, "
+            f"megatron-te and others; not {engine.name}) and zero_stage 0 or 1"
         )
     if tp > 1 and not is_sequence_parallel:
         raise ValueError(f"expert_parallel={degree} with tp={tp} needs sequence_parallel=True")

@@ -179,7 +179,8 @@ def test_tensor_parallel_layers_hand_slices_of_tokens_to_experts(shared: int) ->
         ({"expert_parallel": 3}, "does not divide the 8 ranks of a stage"),
         ({"expert_parallel": 0}, "must be at least 1"),
         ({"expert_parallel": 2, "expert_tensor_parallel": 4}, "the second 1 or tp=1"),
-        ({"expert_parallel": 2, "engine": "autoplan"}, "engines with a gradient buffer"),
+        ({"expert_parallel": 2, "engine": "autoplan"}, "the engines of Megatron-LM"),
+        ({"expert_parallel": 2, "engine": "megatron-deepspeed"}, "not megatron-deepspeed"),
         ({"expert_parallel": 2, "tp": 2}, "needs sequence_parallel=True"),
         ({"expert_parallel": 2, "axis_order": "tp-pp-dp"}, "needs axis_order='tp-dp-pp'"),
         (
