@@ -158,7 +158,7 @@ def call_price(
             "compute": work.compute_forward_s + work.compute_backward_s + host_f + host_b,
             "recompute": work.redo_s,
             **({"offload": 2 * work.away_s} if work.away_s else {}),
-            "tensor_parallel": tensor_s - work.layout.exchange_s,
+            "tensor_parallel": max(0.0, tensor_s - work.layout.exchange_s),
             **({"expert_parallel": work.layout.exchange_s} if work.layout.exchange_s else {}),
             "zero": exposed_f + exposed_b,
         },
