@@ -161,7 +161,7 @@ def call_price(
             "recompute": work.redo_s,
             **({"offload": 2 * work.away_s} if work.away_s else {}),
             **({"context_parallel": context_s} if context_s else {}),
-            "tensor_parallel": tensor_s - context_s - work.layout.exchange_s,
+            "tensor_parallel": max(0.0, tensor_s - context_s - work.layout.exchange_s),
             **({"expert_parallel": work.layout.exchange_s} if work.layout.exchange_s else {}),
             "zero": exposed_f + exposed_b,
         },

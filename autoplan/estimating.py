@@ -14,6 +14,7 @@ from autoplan.cluster import Cluster
 from autoplan.configurations import (
     RecomputeRule,
     check_choices,
+    check_experts,
     experts_of,
     placed,
     recompute_rules,
@@ -159,8 +160,8 @@ def estimate(
         sequence_parallel: activations between products are slices of tokens (layout `megatron`).
         expert_parallel: ranks of a stage that hold different experts of the model, which is given
             whole: parameters of three dimensions that products read with a matrix per expert. Rows
-            are exchanged before and after experts; routing counts as balanced. For engines with a
-            gradient buffer and ZeRO 0 or 1; see `autoplan.expert_parallel`.
+            are exchanged before and after experts; routing counts as balanced. For the
+            engines of Megatron-LM and ZeRO 0 or 1; see `autoplan.expert_parallel`.
         expert_tensor_parallel: ranks that share the matrices of an expert, 1 or tp; None: tp.
         engine: the software that trains: a name in `autoplan.engines.ENGINES`, or an `Engine`.
         product_dtype: `float8`: linear layers of blocks multiply in it; None: the model's dtype.
@@ -230,7 +231,7 @@ def estimate(
         expert_parallel,
         expert_tensor_parallel,
         setting,
-        has_gradient_buffer=planner.workload.engine.has_gradient_buffer,
+        planner.workload.engine,
         is_sequence_parallel=sequence_parallel,
     )
     planner.workload = replace(planner.workload, experts=experts)
@@ -244,6 +245,8 @@ def estimate(
     is_ruled = tensor_layout == "megatron" and tp > 1
     if is_ruled:
         decisions = ruled_decisions(trace, setting, sequence_parallel)
+        if experts.degree > 1:
+            check_experts(trace, decisions, experts)
     else:
         decisions = simple_decisions(planner, setting, "none")
     rules = recompute_rules(trace, recompute)

@@ -16,8 +16,9 @@ from autoplan.cluster import Cluster
 from autoplan.graph import BlockTrace
 from autoplan.plan import Recompute
 from benchmarks.published_architectures import completed, expert_degrees, experts_of
-from benchmarks.published_clusters import MEMORY_ONLY, cluster_of, gpus_of
+from benchmarks.published_clusters import MEMORY_ONLY, cluster_of, gpus_of, worlds_of
 from benchmarks.published_engines import COMPILED, Skipped, engine_of, rung_of
+from benchmarks.published_files import Texts
 from benchmarks.published_models import Shape
 from benchmarks.published_shapes import amount, family_of, need, number, padded, shape_of
 
@@ -107,6 +108,16 @@ def configurations(row: Mapping[str, str]) -> list[Configuration]:
     """
     row = completed(row)
     _check_priced(row)
+    worlds = worlds_of(row)
+    return [
+        replace(own, assumed={**own.assumed, "gpus": world}) if len(worlds) > 1 else own
+        for world in worlds
+        for own in _configurations_on(Texts({**row, "gpus": str(world)}))
+    ]
+
+
+def _configurations_on(row: Mapping[str, str]) -> list[Configuration]:
+    """Return the ways to read a row whose number of devices is known."""
     shape = shape_of(row)
     gpus = gpus_of(row)
     degrees = _degrees(row, need(row, "gpus"))

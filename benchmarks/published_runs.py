@@ -123,6 +123,7 @@ def _price_row(row: Texts, file: str, line: int, store: TraceStore) -> Outcome:
         for price, configuration in zip(prices, found, strict=True)
     ]
     is_timed = time_s is not None and has_profile and row.get("deterministic") != "true"
+    is_timed = is_timed and "gpus" not in found[0].assumed  # how long a step takes is up to them
     return Outcome(
         **start,
         left_out=_left_out(row, is_timed=is_timed, has_memory=memory is not None),
@@ -146,7 +147,8 @@ def _left_out(row: Texts, *, is_timed: bool, has_memory: bool) -> str:
     reasons = []
     if not is_timed and (row["iter_time_s"] or row["tokens_per_s_per_gpu"]):
         reasons.append(
-            "time: not one of the batch and length of the row, deterministic mode, or no profile"
+            "time: not one of the batch and length of the row, deterministic mode, no profile, "
+            "or its number of GPUs is open"
         )
     if not has_memory and row["peak_mem_gib"]:
         reasons.append(f"memory: kind {row['mem_kind'][:40]!r} is not known")
