@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from autoplan.context_parallel import is_exchanged, with_context_held, with_context_times
 from autoplan.decomposed import beside_products
 from autoplan.deferral import op_parts, released_bytes
 from autoplan.expert_parallel import EXCHANGE
@@ -52,12 +53,15 @@ class LayoutWork:
         times: of each op.
         total: the sum of them.
         summed_s: of all-reduces of the gradients of whole parameters.
+        context_s: of exchanges of context parallelism that nothing runs beside, which the
+            communication of `total` contains.
     """
 
     local: LocalBlock
     times: dict[str, OpTime]
     total: OpTime
     summed_s: float
+    context_s: float = 0.0
 
     @cached_property
     def exchange_s(self) -> float:
@@ -148,6 +152,11 @@ def layout_work(local: LocalBlock, timer: Timer, workload: Workload) -> LayoutWo
             backward_comm_s=sum(t.backward_comm_s for t in times.values()),
         ),
         summed_s=sum(t.backward_comm_s for t in summed),
+        context_s=sum(
+            times[op.name].forward_comm_s + times[op.name].backward_comm_s
+            for op in local.ops
+            if is_exchanged(op)
+        ),
     )
 
 
@@ -198,7 +207,8 @@ def memory_views(
     The first is of a step's first micro-batch, the second of later ones.
     """
     engine, recompute = workload.engine, decision.recompute
-    kept = with_loss(folded(local, decision.inner), engine.loss)
+    own = with_context_held(local, workload)
+    kept = with_loss(folded(own, decision.inner), engine.loss)
     if engine.holds_attention:
         kept = with_attention_held(kept)
     kept = replace(kept, is_reentrant=engine.reenters)
@@ -214,6 +224,7 @@ def memory_views(
 def _op_times(local: LocalBlock, timer: Timer, workload: Workload) -> dict[str, OpTime]:
     """Return the seconds of each op; a joint kernel counts with its first."""
     times = {op.name: timer.op_time(op) for op in local.ops}
+    times = with_context_times(local, times, timer, workload)
     is_compiled = workload.is_compiled and (
         workload.engine.compiles_glue or not local.block.is_glue
     )

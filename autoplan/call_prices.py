@@ -50,7 +50,8 @@ class BlockPrice:
     Attributes:
         forward_s, backward_s: of one micro-batch, everything included.
         once_s: of once a step: the optimizer, and reductions that happen once.
-        by_category: of a micro-batch: compute, recompute, tensor_parallel, zero.
+        by_category: of a micro-batch: compute, recompute, tensor_parallel, zero, and where there
+            are any offload, context_parallel.
         once_by_category: of a step: zero, optimizer, tensor_parallel, pipeline.
     """
 
@@ -157,6 +158,7 @@ def call_price(
     summed_s = work.summed_s if has_buffer else 0.0
     tensor_s = work.comm_forward_s + work.comm_backward_s + work.summed_s - summed_s
     host_s = (seconds.host_forward_s, seconds.host_backward_s)
+    context_s = work.layout.context_s
     return BlockPrice(
         forward_s=seconds.forward_s,
         backward_s=seconds.backward_s,
@@ -165,7 +167,8 @@ def call_price(
             "compute": work.compute_forward_s + work.compute_backward_s + host_s[0] + host_s[1],
             "recompute": work.redo_s,
             **({"offload": 2 * work.away_s} if work.away_s else {}),
-            "tensor_parallel": tensor_s - work.layout.exchange_s,
+            **({"context_parallel": context_s} if context_s else {}),
+            "tensor_parallel": max(0.0, tensor_s - context_s - work.layout.exchange_s),
             **({"expert_parallel": work.layout.exchange_s} if work.layout.exchange_s else {}),
             "zero": seconds.zero_s,
         },

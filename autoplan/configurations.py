@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from autoplan.expert_parallel import UNDIVIDED, ExpertParallel
+from autoplan.engines import Engine
+from autoplan.expert_parallel import STACKED, UNDIVIDED, ExpertParallel, expert_states
 from autoplan.frontiers import Decision
 from autoplan.graph import BlockTrace, Trace
 from autoplan.inner_recompute import attention_core
@@ -20,6 +21,7 @@ from autoplan.tensor_layout import TOKEN_BORDERS, WHOLE_BORDERS, megatron_axes
 __all__ = [
     "RecomputeRule",
     "check_choices",
+    "check_experts",
     "experts_of",
     "placed",
     "recompute_rules",
@@ -74,8 +76,8 @@ def experts_of(
     degree: int,
     tensor_parallel: int | None,
     setting: Setting,
+    engine: Engine,
     *,
-    has_gradient_buffer: bool,
     is_sequence_parallel: bool,
 ) -> ExpertParallel:
     """Return how experts lie over the ranks of a stage.
@@ -85,7 +87,7 @@ def experts_of(
         tensor_parallel: ranks that share the matrices of one; None: as many as there is tensor
             parallelism.
         setting: degrees.
-        has_gradient_buffer: of the engine.
+        engine: the software that trains.
         is_sequence_parallel: activations between products are slices of tokens.
 
     Raises:
@@ -105,16 +107,35 @@ def experts_of(
             f"expert_parallel={degree} times expert_tensor_parallel={shared} does not divide the "
             f"{ranks} ranks of a stage (dp={setting.dp} * tp={tp})"
         )
-    if not has_gradient_buffer or setting.zero_stage > 1:
+    is_priced = engine.has_gradient_buffer and not (engine.is_flat or engine.owns_whole_tensors)
+    if not is_priced or setting.zero_stage > 1:
         raise ValueError(
-            f"expert_parallel={degree} is priced for engines with a gradient buffer (megatron) and "
-            "zero_stage 0 or 1"
+            f"expert_parallel={degree} is priced for the engines of Megatron-LM (megatron, "
+            f"megatron-te and others; not {engine.name}) and zero_stage 0 or 1"
         )
     if tp > 1 and not is_sequence_parallel:
         raise ValueError(f"expert_parallel={degree} with tp={tp} needs sequence_parallel=True")
     if setting.axis_order != "tp-dp-pp":
         raise ValueError(f"expert_parallel={degree} needs axis_order='tp-dp-pp'")
     return ExpertParallel(degree=degree, tensor_parallel=shared)
+
+
+def check_experts(trace: Trace, decisions: Sequence[Decision], experts: ExpertParallel) -> None:
+    """Check that tensor parallelism slices the products of experts as `experts` says.
+
+    Raises:
+        ValueError: names the product of which every rank would compute all.
+    """
+    for call, decision in zip(trace.calls, decisions, strict=True):
+        block = trace.blocks[call.block]
+        for op in block.ops if expert_states(block) else ():
+            if op.target in STACKED and op.name not in decision.axes:
+                raise ValueError(
+                    f"expert_parallel={experts.degree} beside tensor parallelism: {op.target} "
+                    f"({op.name} of {block.name}) cannot be sliced over "
+                    f"{'features' if experts.tensor_parallel > 1 else 'rows'}; rows of experts "
+                    "must be (experts, rows, features) as torch.bmm takes them: use tp=1"
+                )
 
 
 def stage_ends_of(
@@ -195,21 +216,31 @@ def setting_of(
     virtual_stages: int,
     is_own: bool,
     offload: Literal["none", "optimizer"],
+    context: int = 1,
 ) -> Setting:
+    """Return a given configuration as a setting, whose dp counts the ranks of `context` too.
+
+    Raises:
+        ValueError: a number is impossible.
+    """
     sizes = {
         "tp": tp,
         "pp": pp,
         "microbatch_size": microbatch_size,
         "virtual_stages": virtual_stages,
+        "context_parallel": context,
     }
     for label, value in sizes.items():
         if value < 1:
             raise ValueError(f"{label}={value}: must be at least 1")
     if offload != "none" and zero_stage != 3:
         raise ValueError(f"offload={offload!r} with zero_stage={zero_stage}: it needs zero_stage=3")
-    dp = dp if dp is not None else world // (tp * pp)
-    if dp < 1 or dp * tp * pp != world:
-        raise ValueError(f"dp={dp} * tp={tp} * pp={pp} is not the {world} devices of the cluster")
+    dp = dp if dp is not None else world // (tp * pp * context)
+    if dp < 1 or dp * tp * pp * context != world:
+        what = f" * context_parallel={context}" if context > 1 else ""
+        raise ValueError(
+            f"dp={dp} * tp={tp} * pp={pp}{what} is not the {world} devices of the cluster"
+        )
     if batch % (dp * microbatch_size):
         raise ValueError(
             f"global batch {batch} does not divide into dp={dp} times micro-batches of "
@@ -229,11 +260,12 @@ def setting_of(
         raise ValueError(f"virtual_stages={virtual_stages} needs pp > 1")
     if pp > 1:
         schedule_actions(schedule, pp, m, virtual_stages)
+    ranks = dp * context
     return Setting(
-        dp=dp,
+        dp=ranks,
         tp=tp,
         pp=pp,
-        zero_stage=zero_stage if dp > 1 or offload != "none" else 0,
+        zero_stage=zero_stage if ranks > 1 or offload != "none" else 0,
         microbatch_size=microbatch_size,
         num_microbatches=m,
         schedule="none" if pp == 1 else schedule,  # type: ignore[arg-type]

@@ -9,9 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["AUTOPLAN", "ENGINES", "MEGATRON", "Engine", "LossKind", "engine_named"]
+__all__ = [
+    "AUTOPLAN",
+    "ENGINES",
+    "MEGATRON",
+    "ContextExchange",
+    "Engine",
+    "LossKind",
+    "engine_named",
+]
 
-LossKind = Literal["torch", "in_place", "cloned", "dtensor", "compiled"]
+LossKind = Literal["torch", "in_place", "fused", "cloned", "dtensor", "compiled"]
+ContextExchange = Literal["ring", "all_gather", "all_to_all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +80,10 @@ class Engine:
         accumulates_whole: gradients stay whole between micro-batches, and those of frozen weights
             are there too: FSDP1 under `no_sync`, which does not reduce, with flat parameters that
             mix frozen and trained ones (torch, notes of `FullyShardedDataParallel` on freezing).
+        context_exchange: how attention reaches keys of other ranks under context parallelism, see
+            `autoplan.context_parallel`.
+        repeats_keys: there are as many heads of keys and values as of queries when they are
+            exchanged (torchtitan's Llama, `repeat_kv`).
     """
 
     name: str
@@ -98,6 +111,8 @@ class Engine:
     accumulates_whole: bool = False
     reenters: bool = False
     holds_attention: bool = False
+    context_exchange: ContextExchange = "all_gather"
+    repeats_keys: bool = False
 
 
 AUTOPLAN = Engine(name="autoplan")
@@ -115,6 +130,7 @@ MEGATRON = Engine(
     sends_slices=True,
     loss="in_place",
     reenters=True,
+    context_exchange="ring",
 )
 
 _FSDP1 = replace(AUTOPLAN, name="fsdp1", copies_gathered=False, divides_reduced=True)
@@ -125,6 +141,7 @@ _TORCHTITAN = replace(
     loss="dtensor",
     keeps_last_gathered=True,
     compiles_glue=False,
+    repeats_keys=True,
 )
 _MEGATRON_TE = replace(MEGATRON, name="megatron-te", keeps_stand_ins=True)
 _MEGATRON_FP16 = replace(

@@ -14,6 +14,7 @@ from autoplan.cluster import Cluster
 from autoplan.configurations import (
     RecomputeRule,
     check_choices,
+    check_experts,
     experts_of,
     placed,
     recompute_rules,
@@ -22,6 +23,7 @@ from autoplan.configurations import (
     stage_ends_of,
     with_recompute,
 )
+from autoplan.context_batches import check_context, token_slices
 from autoplan.engines import AUTOPLAN, Engine, engine_named
 from autoplan.errors import PlanError
 from autoplan.expert_parallel import divided
@@ -54,6 +56,7 @@ class Estimate:
         fits: every stage is within it; where an allocator was asked for, also what it wastes.
         reserved_memory_bytes: per stage, what the caching allocator of torch holds at most for the
             tensors, context and communicators excluded; None where no allocator was asked for.
+        context_parallel: ranks over which every sequence lies.
         written: the plan, or None where autoplan prices the configuration but does not emit it.
     """
 
@@ -65,6 +68,7 @@ class Estimate:
     fits: bool
     written: Plan | None
     reserved_memory_bytes: tuple[int, ...] | None = None
+    context_parallel: int = 1
 
     @property
     def plan(self) -> Plan:
@@ -76,9 +80,9 @@ class Estimate:
         if self.written is None:
             raise PlanError(
                 "this configuration is priced only, it has no plan that could be run: leave out "
-                "engine, tensor_layout, expert_parallel, product_dtype, is_compiled, traces, "
-                "recompute='attention' and zero_bubble with FSDP or recompute, and give every "
-                "stage a block with parameters"
+                "engine, tensor_layout, expert_parallel, context_parallel, product_dtype, "
+                "is_compiled, traces, recompute='attention' and zero_bubble with FSDP or "
+                "recompute, and give every stage a block with parameters"
             )
         return self.written
 
@@ -89,8 +93,9 @@ class Estimate:
 
     def __str__(self) -> str:
         word = "fits" if self.fits else "does not fit"
+        context = f" with context_parallel={self.context_parallel}"
         return (
-            f"{word}: {self.step_time_s:.4g} s a step, peak "
+            f"{word}{context * (self.context_parallel > 1)}: {self.step_time_s:.4g} s a step, peak "
             f"{format_bytes(max(self.peak_memory_bytes))} of {format_bytes(self.capacity_bytes)} "
             f"({format_bytes(self.margin_bytes)} left)"
         )
@@ -128,6 +133,7 @@ def estimate(
     is_compiled: bool = False,
     attention_kernel: str = "",
     offload: Literal["none", "optimizer"] = "none",
+    context_parallel: int = 1,
     allocator: Literal["segments", "expandable"] | None = None,
     traces: MutableMapping[int, Trace] | None = None,
 ) -> Estimate:
@@ -154,8 +160,8 @@ def estimate(
         sequence_parallel: activations between products are slices of tokens (layout `megatron`).
         expert_parallel: ranks of a stage that hold different experts of the model, which is given
             whole: parameters of three dimensions that products read with a matrix per expert. Rows
-            are exchanged before and after experts; routing counts as balanced. For engines with a
-            gradient buffer and ZeRO 0 or 1; see `autoplan.expert_parallel`.
+            are exchanged before and after experts; routing counts as balanced. For the
+            engines of Megatron-LM and ZeRO 0 or 1; see `autoplan.expert_parallel`.
         expert_tensor_parallel: ranks that share the matrices of an expert, 1 or tp; None: tp.
         engine: the software that trains: a name in `autoplan.engines.ENGINES`, or an `Engine`.
         product_dtype: `float8`: linear layers of blocks multiply in it; None: the model's dtype.
@@ -164,14 +170,21 @@ def estimate(
             `flash1`; empty: the profile's default.
         offload: `optimizer`: shards of parameters, gradients and optimizer state lie in host
             memory; with zero_stage=3 only.
+        context_parallel: ranks over which every sequence lies, next to those of tp: the devices are
+            dp * tp * pp * context_parallel, and ZeRO shards over, and gradients are summed over,
+            dp * context_parallel ranks. It divides the tokens along the dimension of the batch
+            after `batch_dim`, twice under a causal mask; only attention may mix them. The
+            exchange of keys is the engine's (`autoplan.context_parallel`). No search chooses it.
         allocator: also predict what torch's caching allocator reserves: with `segments` of fixed
             size (its default), or `expandable` ones (`expandable_segments:True`).
         traces: filled with the traces by micro-batch size; give the same mapping again for the
-            same model and batch to save the tracing.
+            same model, batch and context_parallel to save the tracing.
 
     Raises:
         ValueError: a number is impossible; says which would do.
     """
+    if context_parallel > 1:
+        batch = _own_tokens(model, batch, batch_dim, context_parallel, axis_order)
     planner = make_planner(
         model,
         cluster,
@@ -195,6 +208,7 @@ def estimate(
         product_dtype=product_dtype,
         is_compiled=is_compiled,
         attention_kernel=attention_kernel,
+        context_parallel=context_parallel,
     )
     if traces is not None:
         planner.share_traces(traces)
@@ -210,23 +224,29 @@ def estimate(
         virtual_stages=virtual_stages,
         is_own=not planner.workload.engine.has_gradient_buffer,
         offload=offload,
+        context=context_parallel,
     )
     setting = placed(setting, dp_replicate, axis_order)
     experts = experts_of(
         expert_parallel,
         expert_tensor_parallel,
         setting,
-        has_gradient_buffer=planner.workload.engine.has_gradient_buffer,
+        planner.workload.engine,
         is_sequence_parallel=sequence_parallel,
     )
     planner.workload = replace(planner.workload, experts=experts)
     clusters = [planner.cluster.on_stage(setting, stage) for stage in range(pp)]
     totals = tuple(cluster.total_bytes for cluster in clusters)
-    trace = divided(planner.trace(microbatch_size), experts, tp)
+    whole = planner.trace(microbatch_size)
+    if context_parallel > 1:
+        check_context(whole, context_parallel)
+    trace = divided(whole, experts, tp)
     ends = stage_ends_of(trace, stage_ends, pp, virtual_stages)
     is_ruled = tensor_layout == "megatron" and tp > 1
     if is_ruled:
         decisions = ruled_decisions(trace, setting, sequence_parallel)
+        if experts.degree > 1:
+            check_experts(trace, decisions, experts)
     else:
         decisions = simple_decisions(planner, setting, "none")
     rules = recompute_rules(trace, recompute)
@@ -251,6 +271,7 @@ def estimate(
         and "attention" not in rules
         and product_dtype is None
         and not is_compiled
+        and context_parallel == 1
         and (pp == 1 or is_runnable(trace, ends))
     )
     pricer = planner.pricer(microbatch_size).of(trace)
@@ -260,7 +281,8 @@ def estimate(
             pricer, setting, ends, decisions, is_expandable=allocator == "expandable"
         )
     if not is_emitted or traces is not None:
-        return _priced(plan_price(pricer, setting, ends, decisions), totals, reserved)
+        price = plan_price(pricer, setting, ends, decisions)
+        return _priced(price, totals, reserved, context_parallel)
     record = SearchRecord(status="priced", objective_s=0.0, bound_s=0.0, gap=0.0, wall_time_s=0.0)
     plan = planner.write(setting, ends, decisions, record)
     predicted = plan.predicted
@@ -274,6 +296,22 @@ def estimate(
         written=plan,
         reserved_memory_bytes=tuple(stage.reserved for stage in reserved) or None,
     )
+
+
+def _own_tokens(
+    model: nn.Module, batch: Any, batch_dim: Any, context_parallel: int, axis_order: AxisOrder
+) -> Any:
+    """Return a batch with the tokens that one rank of context parallelism has."""
+    if axis_order != "tp-dp-pp":
+        raise ValueError(
+            f"context_parallel={context_parallel} with axis_order={axis_order!r}: its ranks lie "
+            "next to those of tp and count as data-parallel ones: use 'tp-dp-pp'"
+        )
+    if batch is None:
+        from autoplan.models import example_batch
+
+        batch = example_batch(model)
+    return token_slices(batch, context_parallel, batch_dim)
 
 
 def _set_engine(planner: Planner, engine: Engine, zero_stage: int) -> None:
@@ -293,7 +331,9 @@ def _fits(peaks: Sequence[int], totals: Sequence[int]) -> bool:
     return all(peak <= total for peak, total in zip(peaks, totals, strict=True))
 
 
-def _priced(price: PlanPrice, totals: tuple[int, ...], reserved: tuple[Reserved, ...]) -> Estimate:
+def _priced(
+    price: PlanPrice, totals: tuple[int, ...], reserved: tuple[Reserved, ...], context_parallel: int
+) -> Estimate:
     peaks = tuple(stage.peak for stage in price.memory)
     return Estimate(
         step_time_s=price.step_time_s,
@@ -304,4 +344,5 @@ def _priced(price: PlanPrice, totals: tuple[int, ...], reserved: tuple[Reserved,
         fits=_fits(peaks, totals) and all(stage.fits for stage in reserved),
         written=None,
         reserved_memory_bytes=tuple(stage.reserved for stage in reserved) or None,
+        context_parallel=context_parallel,
     )

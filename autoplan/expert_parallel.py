@@ -71,8 +71,8 @@ def expert_states(block: BlockTrace) -> frozenset[str]:
     """Return the parameters of a block that have a matrix per expert: operands of `STACKED`."""
     owners = {state.name: state.name for state in block.states}
     for op in block.ops:
-        if op.kind == "view" and op.storage in owners:
-            owners[op.name] = op.storage
+        if op.kind == "view" and op.inputs and op.inputs[0] in owners:
+            owners[op.name] = owners[op.inputs[0]]
     stacks = {s.name for s in block.states if s.is_parameter and len(s.shape) == _STACK_DIMS}
     read = (owners.get(name, "") for op in block.ops if op.target in STACKED for name in op.inputs)
     return frozenset(stacks.intersection(read))

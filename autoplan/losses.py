@@ -5,6 +5,8 @@ probabilities beside them, and gradients beside those. Other software does bette
 
     in_place   Megatron-LM, `tensor_parallel/cross_entropy.py`: the float32 copy becomes the
                probabilities and then their gradient; the logits live until the loss is there.
+    fused      Transformer Engine, `cross_entropy.py`: one kernel that writes the gradient over the
+               logits, in their dtype (Megatron-LM, `--cross-entropy-loss-fusion`).
     cloned     Megatron-DeepSpeed: the same on a second float32 copy; the first lies in the buffers
                of the pipeline engine, whose last layer is the cast (`float16_to_fp32`).
     dtensor    torch, `distributed/tensor/parallel/loss.py`, where the vocabulary is split: three
@@ -76,7 +78,7 @@ def _joined(local: LocalBlock, loss: LocalOp, kind: LossKind) -> LocalBlock:
         loss,
         inputs=(logits, *loss.inputs[1:]),
         saved=(*loss.saved, *((owner,) if kind == "compiled" else ())),
-        internal_bytes=rows if kind == "compiled" else wide,
+        internal_bytes={"compiled": rows, "fused": 0}.get(kind, wide),
         forward_temp_bytes=0,
         backward_temp_bytes=0,
         grads=(logits,),

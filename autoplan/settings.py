@@ -58,6 +58,8 @@ class Workload:
             default.
         is_compiled: memory-bound ops that hand their results on run as one kernel.
         offload: what a plan may keep in host memory: names of `OFFLOADS`.
+        context_parallel: ranks over which every sequence lies; the trace is of one's part, and they
+            count as data-parallel ranks of a `Setting` (`autoplan.context_parallel`).
         experts: how experts lie over ranks.
     """
 
@@ -71,6 +73,7 @@ class Workload:
     is_compiled: bool = False
     attention_kernel: str = ""
     offload: tuple[str, ...] = ()
+    context_parallel: int = 1
     experts: ExpertParallel = UNDIVIDED
 
 

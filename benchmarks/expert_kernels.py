@@ -3,6 +3,8 @@
 As in `fused_kernels`: shapes, a gradient, and what is kept for backward; they cannot run.
 
     top_places, taken, placed, marked    places of what is chosen    topk, gather, scatter
+    within_capacity   nothing, it is bool      `apply_router_token_dropping`, `moe_utils.py`
+    balance_loss      nothing of its own       `switch_load_balancing_loss_func`, `moe_utils.py`
     with_loss         the loss                 `MoEAuxLossAutoScaler`, `moe_utils.py`
     dispatch_rows     the map of rows          TE `permutation.py`, `moe_permute_with_probs`
     row_weights       nothing                  the same kernel
@@ -23,6 +25,7 @@ import autoplan
 from benchmarks.fused_kernels import kernel_for_tracing, shaped
 
 __all__ = [
+    "balance_loss",
     "combine_rows",
     "dispatch_rows",
     "latent_keys",
@@ -34,6 +37,7 @@ __all__ = [
     "top_places",
     "weighted_swiglu",
     "with_loss",
+    "within_capacity",
 ]
 
 _top = kernel_for_tracing("top_places", "(Tensor scores, int chosen) -> Tensor")
@@ -45,6 +49,11 @@ _taken_backward = kernel_for_tracing(
 _placed = kernel_for_tracing("placed", "(Tensor values, Tensor places, int count) -> Tensor")
 _placed_backward = kernel_for_tracing(
     "placed_backward", "(Tensor gradient, Tensor places) -> Tensor"
+)
+_capacity = kernel_for_tracing("within_capacity", "(Tensor probs, int chosen) -> Tensor")
+_balance = kernel_for_tracing("balance_loss", "(Tensor scores, Tensor marks) -> Tensor")
+_balance_backward = kernel_for_tracing(
+    "balance_loss_backward", "(Tensor gradient, Tensor marks, int[] sizes) -> Tensor"
 )
 _loss = kernel_for_tracing("with_loss", "(Tensor probs, Tensor loss) -> Tensor")
 _loss_backward = kernel_for_tracing("with_loss_backward", "(Tensor loss) -> Tensor")
@@ -96,6 +105,23 @@ def _taken_fake(scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 @shaped(_placed, _taken_backward)
 def _placed_fake(values: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
     return values.new_empty((*values.shape[:-1], count))
+
+
+@shaped(_capacity)
+def _capacity_fake(probs: torch.Tensor, chosen: int) -> torch.Tensor:
+    return torch.empty_like(probs, dtype=torch.bool)
+
+
+@shaped(_balance)
+def _balance_fake(scores: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+    return scores.new_empty(())
+
+
+@shaped(_balance_backward)
+def _balance_backward_fake(
+    gradient: torch.Tensor, marks: torch.Tensor, sizes: list[int]
+) -> torch.Tensor:
+    return gradient.new_empty(sizes)
 
 
 @shaped(_loss)
@@ -183,6 +209,11 @@ def _keep_places(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(inputs[1])
 
 
+def _keep_marks(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.sizes = list(inputs[0].shape)
+    ctx.save_for_backward(inputs[1])
+
+
 def _keep_last(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(inputs[-1])
 
@@ -194,6 +225,10 @@ _taken.register_autograd(
 _placed.register_autograd(
     lambda ctx, grad: (_placed_backward(grad, *ctx.saved_tensors), None, None),
     setup_context=_keep_places,
+)
+_balance.register_autograd(
+    lambda ctx, grad: (_balance_backward(grad, *ctx.saved_tensors, ctx.sizes), None),
+    setup_context=_keep_marks,
 )
 _loss.register_autograd(
     lambda ctx, grad: (grad, _loss_backward(*ctx.saved_tensors)), setup_context=_keep_last
@@ -231,6 +266,8 @@ _law("top_places", shardings=[((_TOKENS,), _TOKENS)])
 _law("marked", shardings=[((_TOKENS,), _TOKENS)])
 _law("taken", shardings=[((_TOKENS, _TOKENS), _TOKENS)])
 _law("placed", shardings=[((_TOKENS, _TOKENS), _TOKENS)])
+_law("within_capacity", shardings=[((_TOKENS,), _TOKENS)])
+_law("balance_loss", shardings=[((_TOKENS, _TOKENS), "P")])
 _law("with_loss", shardings=[((_TOKENS, "R"), _TOKENS)])
 _law(
     "dispatch_rows",
@@ -246,7 +283,7 @@ _law(
     shardings=[((_TOKENS, _TOKENS), _TOKENS), (("S(2)", "R*"), "S(2)")],
 )
 _law("combine_rows", shardings=[((_TOKENS,), _TOKENS)])
-_law("latent_keys", shardings=[(("S(2)", "R*"), "S(2)")])
+_law("latent_keys", shardings=[(("S(2)", "R*"), "S(2)"), ((_TOKENS, _TOKENS), _TOKENS)])
 
 
 def top_places(scores: torch.Tensor, chosen: int) -> torch.Tensor:
@@ -267,6 +304,16 @@ def taken(scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 def placed(values: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
     """Return (..., count) with values at places and 0 elsewhere."""
     return _placed(values, places, count)  # type: ignore[no-any-return]
+
+
+def within_capacity(probs: torch.Tensor, chosen: int) -> torch.Tensor:
+    """Return bool (batch, tokens, experts): the rows that each expert takes of a rank's tokens."""
+    return _capacity(probs, chosen)  # type: ignore[no-any-return]
+
+
+def balance_loss(scores: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+    """Return a scalar from scores and choices, both (batch, tokens, experts)."""
+    return _balance(scores, marks)  # type: ignore[no-any-return]
 
 
 def with_loss(probs: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:

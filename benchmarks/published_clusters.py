@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,10 +11,11 @@ from autoplan.cluster import Cluster
 from autoplan.profiles.catalog import load_profile
 from autoplan.profiles.device import DeviceProfile
 from autoplan.profiles.link import LinkProfile
+from benchmarks.published_architectures import expert_degrees
 from benchmarks.published_engines import Skipped
-from benchmarks.published_shapes import amount, need, number
+from benchmarks.published_shapes import amount, family_of, need, number
 
-__all__ = ["MEMORY_ONLY", "PROFILES", "cluster_of", "gpus_of", "stated_network"]
+__all__ = ["MEMORY_ONLY", "PROFILES", "cluster_of", "gpus_of", "stated_network", "worlds_of"]
 
 GIB = 2**30
 
@@ -121,6 +123,36 @@ def cluster_of(row: Mapping[str, str], gpu: str) -> Cluster:
     if gpu == "V100-SXM2-16":
         return cluster.with_memory(16 * GIB)
     return cluster
+
+
+_MOST_WORLDS = 5  # each twice the one before
+
+
+def worlds_of(row: Mapping[str, str]) -> tuple[int, ...]:
+    """Return the numbers of devices that a row may have run on: the one that it gives, if any.
+
+    A run of Megatron-LM that gives every degree but that of data parallelism may have run on the
+    fewest whole nodes that hold one replica of everything, or on 2, 4, 8 or 16 times as many, as
+    far as its batch divides.
+
+    Raises:
+        Skipped: it gives neither.
+    """
+    keys = ("tp", "pp", "micro_batch", "global_batch", "gpus_per_node")
+    found = {key: number(row, key) for key in keys}
+    is_stated = row.get("gpus") or row.get("dp")
+    if is_stated or family_of(row) != "megatron" or not all(found.values()):
+        return (need(row, "gpus"),)
+    tp, pp, rows, batch, per_node = (found[key] or 1 for key in keys)
+    dense = tp * (number(row, "cp") or 1)
+    experts = expert_degrees(row, tp)
+    shared = experts.get("expert_parallel", 1) * experts.get("expert_tensor_parallel", 1)
+    ranks = math.lcm(math.lcm(dense, shared) * pp, per_node)
+    worlds = (ranks << times for times in range(_MOST_WORLDS))
+    fitting = tuple(n for n in worlds if batch % (n // (dense * pp) * rows) == 0)
+    if not fitting:
+        raise Skipped("gpus is not given")
+    return fitting
 
 
 def _with_bfloat16(device: DeviceProfile) -> DeviceProfile:

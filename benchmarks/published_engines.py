@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autoplan.engines import AUTOPLAN, ENGINES, Engine, LossKind
+from autoplan.engines import AUTOPLAN, ENGINES, ContextExchange, Engine, LossKind
 
 __all__ = ["COMPILED", "Skipped", "engine_of", "rung_of"]
 
@@ -36,7 +36,7 @@ def engine_of(
     if family == "megatron":
         if zero_stage > 1:
             raise Skipped(f"ZeRO-{zero_stage} of {row.get('framework')} is not priced")
-        return _megatron_engine(row, dtype)
+        return _with_stated(_megatron_engine(row, dtype), row)
     if is_deepspeed:
         return "deepspeed"
     if "torchtune" in row.get("framework", "").lower():
@@ -57,6 +57,31 @@ def engine_of(
         return "fsdp1-bf16" if "mp=pure" in text else "fsdp1"
     return "autoplan"
 
+
+def _with_stated(name: str, row: Mapping[str, str]) -> str | Engine:
+    """Return an engine with the loss and the exchange of keys that a row or its source states.
+
+    Megatron's exchange is a ring unless told otherwise. What SimuMax measured with context
+    parallelism ran with `cp_comm_type=a2a` (`docs/b200/b200_real_repro_guide.md`, section 7).
+
+    Raises:
+        Skipped: two exchanges, one inside the other.
+    """
+    engine = ENGINES[name]
+    if "CE fusion" in (row.get("framework") or ""):
+        engine = replace(engine, loss="fused")
+    stated = re.search(r"cp-comm-type=(\S+)", row.get("args") or "")
+    kind = stated.group(1) if stated else "p2p"
+    if (row.get("source_id") or "").startswith("simumax"):
+        kind = "a2a"
+    if (row.get("cp") or "1") != "1":
+        if kind not in _EXCHANGES:
+            raise Skipped(f"cp-comm-type {kind} is not priced")
+        engine = replace(engine, context_exchange=_EXCHANGES[kind])
+    return name if engine == ENGINES[name] else engine
+
+
+_EXCHANGES: dict[str, ContextExchange] = {"p2p": "ring", "a2a": "all_to_all"}
 
 # What torchtune's ladder of techniques adds, one after the other.
 _LADDER = ("baseline", "+packed", "+compile", "+chunked ce", "+act ckpt", "+optimizer in bwd")

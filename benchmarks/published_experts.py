@@ -107,15 +107,12 @@ class ExpertLayer(nn.Module):
         probs = kernels.placed(values.to(logits.dtype), places, experts.count)
         chosen = kernels.marked(places, experts.count)
         if experts.is_padded:
-            each = kernels.rows_of_expert(logits[..., 0].numel(), experts.chosen, experts.count)
-            best = torch.topk(probs, min(each, logits.shape[1]), dim=1, sorted=False)[1]
-            probs = probs * torch.zeros_like(probs).int().scatter(1, best, 1).bool()
+            probs = probs * kernels.within_capacity(probs, experts.chosen)
         if not experts.has_loss:
             return probs
         scores = logits.softmax(-1, dtype=torch.float32)
         again = kernels.marked(kernels.top_places(scores, experts.chosen), experts.count)
-        loss = (scores.sum(1) * again.sum(1)).sum() * chosen.sum(1).sum()
-        return kernels.with_loss(probs, loss)
+        return kernels.with_loss(probs, kernels.balance_loss(scores * again, chosen))
 
     def _chosen(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the places of the largest scores; with groups as `group_limited_topk`."""

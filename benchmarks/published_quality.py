@@ -41,6 +41,7 @@ from benchmarks.published_rows import Configuration, Skipped, configurations
 __all__ = ["Problem", "compared", "is_beaten", "problems_of", "published_rows", "shown", "sources"]
 
 _OUTSIDE = ("engine", "product_dtype", "is_compiled")
+_UNPLANNED = ("context_parallel", "expert_parallel")
 _MATCH = 1 + 1e-9
 _TIME_LIMIT_S = 600.0  # of a search: what is proven does not depend on how busy a machine is
 _SHOWN_PARTS = 2
@@ -107,6 +108,11 @@ def problems_of(
                 ways = configurations(texts_of(row))
             except Skipped as reason:
                 print(f"{label}: left out: {reason}", file=sys.stderr)
+                continue
+            unplanned = [n for n in _UNPLANNED if any(w.options.get(n, 1) > 1 for w in ways)]
+            if unplanned:
+                what = " and ".join(unplanned)
+                print(f"{label}: left out: no search chooses {what}", file=sys.stderr)
                 continue
             for way in ways:
                 options = {k: v for k, v in way.options.items() if k not in _OUTSIDE}

@@ -16,8 +16,9 @@ from autoplan.cluster import Cluster
 from autoplan.graph import BlockTrace
 from autoplan.plan import Recompute
 from benchmarks.published_architectures import completed, expert_degrees, experts_of
-from benchmarks.published_clusters import MEMORY_ONLY, cluster_of, gpus_of
+from benchmarks.published_clusters import MEMORY_ONLY, cluster_of, gpus_of, worlds_of
 from benchmarks.published_engines import COMPILED, Skipped, engine_of, rung_of
+from benchmarks.published_files import Texts
 from benchmarks.published_models import Shape
 from benchmarks.published_shapes import amount, family_of, need, number, padded, shape_of
 
@@ -107,6 +108,16 @@ def configurations(row: Mapping[str, str]) -> list[Configuration]:
     """
     row = completed(row)
     _check_priced(row)
+    worlds = worlds_of(row)
+    return [
+        replace(own, assumed={**own.assumed, "gpus": world}) if len(worlds) > 1 else own
+        for world in worlds
+        for own in _configurations_on(Texts({**row, "gpus": str(world)}))
+    ]
+
+
+def _configurations_on(row: Mapping[str, str]) -> list[Configuration]:
+    """Return the ways to read a row whose number of devices is known."""
     shape = shape_of(row)
     gpus = gpus_of(row)
     degrees = _degrees(row, need(row, "gpus"))
@@ -115,14 +126,14 @@ def configurations(row: Mapping[str, str]) -> list[Configuration]:
     for choice in _choices(row, degrees, gpus):
         cluster = cluster_of(row, choice.get("gpu", gpus[0]))
         options = _options(row, degrees, choice)
-        microbatch = need(row, "micro_batch")
+        microbatch = choice.get("micro_batch") or need(row, "micro_batch")
         batch = number(row, "global_batch")
         if batch is None:
             accumulated = number(row, "grad_accum") or max(1, degrees["pp"])
             batch = microbatch * degrees["dp"] * accumulated
         options["microbatch_size"] = microbatch
         if options["zero_stage"] > 0:
-            options["dp_replicate"] = _replicas(row, degrees["dp"], cluster.gpus_per_node)
+            options["dp_replicate"] = _replicas(row, _sharing(degrees), cluster.gpus_per_node)
         fitted = replace(shape, vocab=padded(shape.vocab, row, degrees["tp"]))
         found.append(
             Configuration(
@@ -139,8 +150,6 @@ def configurations(row: Mapping[str, str]) -> list[Configuration]:
 
 
 def _check_priced(row: Mapping[str, str]) -> None:
-    if (number(row, "cp") or 1) > 1:
-        raise Skipped("context parallelism is not priced")
     if experts_of(row) is not None and family_of(row) != "megatron":
         raise Skipped(f"experts of {row.get('framework')} are not built from a row")
     text = " ".join(
@@ -167,10 +176,17 @@ def _degrees(row: Mapping[str, str], world: int) -> dict[str, int]:
     if (tp is None or pp is None) and family_of(row) == "megatron":
         raise Skipped("tp or pp is not given")
     tp, pp = tp or 1, pp or 1
-    dp = number(row, "dp") or world // (tp * pp)
-    if dp * tp * pp != world:
-        raise Skipped(f"dp {dp} * tp {tp} * pp {pp} is not {world} GPUs")
-    return {"dp": dp, "tp": tp, "pp": pp}
+    cp = number(row, "cp") or 1
+    dp = number(row, "dp") or world // (tp * pp * cp)
+    if dp * tp * pp * cp != world:
+        context = f" * cp {cp}" if cp > 1 else ""
+        raise Skipped(f"dp {dp} * tp {tp} * pp {pp}{context} is not {world} GPUs")
+    return {"dp": dp, "tp": tp, "pp": pp, "context_parallel": cp}
+
+
+def _sharing(degrees: Mapping[str, int]) -> int:
+    """Return the ranks that ZeRO shards over: those that have different tokens."""
+    return degrees["dp"] * degrees["context_parallel"]
 
 
 def _replicas(row: Mapping[str, str], dp: int, gpus_per_node: int) -> int:
@@ -205,14 +221,40 @@ def _choices(
     is_litgpt = "litgpt" in (row.get("framework") or "").lower() and degrees["dp"] > 1
     if not row.get("recompute") or is_share:
         open_fields["recompute"] = ("full",) if is_litgpt else ("none", "full")
-    if not row.get("zero_stage") and degrees["dp"] > 1:
+    if not row.get("zero_stage") and _sharing(degrees) > 1:
         text = " ".join((row.get(key) or "").lower() for key in ("sharding", "framework"))
         sharded = any(word in text for word in ("fsdp", "torchtune", "litgpt"))
         open_fields["zero_stage"] = (3,) if sharded else (0, 1)
     if not row.get("sequence_parallel") and degrees["tp"] > 1:
         open_fields["sequence_parallel"] = (False, True)
+    open_fields |= _open_pipeline(row, degrees)
     for values in product(*open_fields.values()):
         yield dict(zip(open_fields, values, strict=True))
+
+
+def _is_torchtitan(row: Mapping[str, str]) -> bool:
+    return "torchtitan" in (row.get("framework") or "").lower()
+
+
+def _open_pipeline(
+    row: Mapping[str, str], degrees: Mapping[str, int]
+) -> dict[str, tuple[Any, ...]]:
+    """Return what torchtitan's pipelines leave open: rows of a micro-batch, stages of a rank.
+
+    Any micro-batch that gives every stage one at a time is plausible. Two stages a rank are what it
+    cuts for a schedule of several (`pipeline_llama.py`, `generate_split_points`).
+    """
+    batch = number(row, "global_batch")
+    if degrees["pp"] == 1 or not batch or not _is_torchtitan(row):
+        return {}
+    found: dict[str, tuple[Any, ...]] = {}
+    rows, pp = batch // degrees["dp"], degrees["pp"]
+    if not row.get("micro_batch"):
+        sizes = [size for size in range(1, rows // pp + 1) if rows % size == 0]
+        found["micro_batch"] = tuple(size for size in sizes if rows // size % pp == 0)
+    if not row.get("vpp") and "interleaved" in row["framework"].lower():
+        found["vpp"] = (2,)
+    return {key: values for key, values in found.items() if values}
 
 
 def _options(
@@ -221,7 +263,13 @@ def _options(
     family = family_of(row)
     options: dict[str, Any] = {**degrees, "stage_ends": "blocks", "tensor_layout": "megatron"}
     stated = number(row, "zero_stage")
-    options["zero_stage"] = choice.get("zero_stage", stated if stated is not None else 0)
+    stage = choice.get("zero_stage", stated if stated is not None else 0)
+    if stage == 3 and degrees["pp"] > 1 and _is_torchtitan(row):
+        # Its pipelines keep parameters gathered (`apply_fsdp`, reshard_after_forward) and gradients
+        # whole until the last micro-batch (torch, `_PipelineStageBase.backward_maybe_with_nosync`):
+        # what ZeRO-1 on FSDP does.
+        stage = 1
+    options["zero_stage"] = stage
     sequence = choice.get("sequence_parallel", row.get("sequence_parallel") == "true")
     options["sequence_parallel"] = bool(sequence) and degrees["tp"] > 1
     options["recompute"] = choice.get("recompute") or _recompute(row["recompute"])
@@ -235,7 +283,7 @@ def _options(
     options["offload"] = _offload(row)
     if options["offload"] != "none" and options["zero_stage"] != 3:
         raise Skipped("offload without ZeRO-3 is not priced")
-    parts = number(row, "vpp") or 1
+    parts = choice.get("vpp") or number(row, "vpp") or 1
     options["virtual_stages"] = parts if degrees["pp"] > 1 else 1
     options["optimizer"] = choice.get("optimizer") or _optimizer(row)
     options["mixed_precision"] = _precision(row)

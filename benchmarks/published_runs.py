@@ -45,13 +45,14 @@ class TraceStore:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
-        self._by_shape: dict[Shape, _Traces] = {}
+        self._by_shape: dict[str, _Traces] = {}
 
-    def of(self, shape: Shape) -> MutableMapping[int, Trace]:
-        """Return the traces of a shape; what is added is kept."""
-        if shape not in self._by_shape:
-            self._by_shape[shape] = _Traces(self.folder, str(shape))
-        return self._by_shape[shape]
+    def of(self, shape: Shape, context_parallel: int = 1) -> MutableMapping[int, Trace]:
+        """Return the traces of a shape, or of a part of its tokens; what is added is kept."""
+        text = f"{shape} cp={context_parallel}" if context_parallel > 1 else str(shape)
+        if text not in self._by_shape:
+            self._by_shape[text] = _Traces(self.folder, text)
+        return self._by_shape[text]
 
 
 class _Traces(dict[int, Trace]):
@@ -122,6 +123,7 @@ def _price_row(row: Texts, file: str, line: int, store: TraceStore) -> Outcome:
         for price, configuration in zip(prices, found, strict=True)
     ]
     is_timed = time_s is not None and has_profile and row.get("deterministic") != "true"
+    is_timed = is_timed and "gpus" not in found[0].assumed  # how long a step takes is up to them
     return Outcome(
         **start,
         left_out=_left_out(row, is_timed=is_timed, has_memory=memory is not None),
@@ -145,7 +147,8 @@ def _left_out(row: Texts, *, is_timed: bool, has_memory: bool) -> str:
     reasons = []
     if not is_timed and (row["iter_time_s"] or row["tokens_per_s_per_gpu"]):
         reasons.append(
-            "time: not one of the batch and length of the row, deterministic mode, or no profile"
+            "time: not one of the batch and length of the row, deterministic mode, no profile, "
+            "or its number of GPUs is open"
         )
     if not has_memory and row["peak_mem_gib"]:
         reasons.append(f"memory: kind {row['mem_kind'][:40]!r} is not known")
@@ -196,7 +199,7 @@ def _estimate(
         configuration.cluster,
         batch_of(shape),
         global_batch_size=configuration.global_batch,
-        traces=store.of(shape),
+        traces=store.of(shape, configuration.options["context_parallel"]),
         allocator=allocator,
         **configuration.options,
     )
@@ -204,7 +207,8 @@ def _estimate(
 
 def stages_of_first_node(configuration: Configuration) -> int:
     """Return how many stages have ranks on the first node; stages are the outermost dimension."""
-    ranks = int(configuration.options["dp"] * configuration.options["tp"])
+    degrees = configuration.options
+    ranks = int(degrees["dp"] * degrees["context_parallel"] * degrees["tp"])
     return -(-configuration.cluster.gpus_per_node // ranks)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import autoplan
 from autoplan.cluster import Cluster
@@ -178,7 +179,8 @@ def test_tensor_parallel_layers_hand_slices_of_tokens_to_experts(shared: int) ->
         ({"expert_parallel": 3}, "does not divide the 8 ranks of a stage"),
         ({"expert_parallel": 0}, "must be at least 1"),
         ({"expert_parallel": 2, "expert_tensor_parallel": 4}, "the second 1 or tp=1"),
-        ({"expert_parallel": 2, "engine": "autoplan"}, "engines with a gradient buffer"),
+        ({"expert_parallel": 2, "engine": "autoplan"}, "the engines of Megatron-LM"),
+        ({"expert_parallel": 2, "engine": "megatron-deepspeed"}, "not megatron-deepspeed"),
         ({"expert_parallel": 2, "tp": 2}, "needs sequence_parallel=True"),
         ({"expert_parallel": 2, "axis_order": "tp-pp-dp"}, "needs axis_order='tp-dp-pp'"),
         (
@@ -204,6 +206,34 @@ def test_a_model_without_experts_cannot_divide_them() -> None:
             engine="megatron",
             expert_parallel=2,
         )
+
+
+def test_experts_of_transformers_are_divided_with_their_transposed_matrices() -> None:
+    config = MixtralConfig(
+        hidden_size=WIDTH,
+        intermediate_size=FFN,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=COUNT,
+        vocab_size=512,
+    )
+    with torch.device("meta"):
+        model = MixtralForCausalLM(config).to(torch.bfloat16)
+    ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
+    batch = {"input_ids": ids, "labels": ids}
+    options: dict[str, Any] = {"global_batch_size": 16, "engine": "megatron", "zero_stage": 1}
+    traces: dict[int, Trace] = {}
+
+    def price_of(**more: Any) -> Estimate:
+        return autoplan.estimate(model, "1x8:h100", batch, traces=traces, **options, **more)
+
+    alone, divided_ = price_of(), price_of(expert_parallel=4)
+    held = [price.memory_by_category[0]["parameters"] for price in (alone, divided_)]
+    assert held[0] - held[1] == 2 * EXPERT_BYTES * 3 // 4
+    assert divided_.time_by_category["expert_parallel"] > 0
+    with pytest.raises(ValueError, match=r"aten._grouped_mm.default .* cannot be sliced"):
+        price_of(expert_parallel=4, tp=2, tensor_layout="megatron", sequence_parallel=True)
 
 
 def test_grouped_products_take_the_time_that_was_measured_of_them() -> None:

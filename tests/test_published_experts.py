@@ -70,3 +70,25 @@ def test_a_cut_deepseek_has_the_dimensions_of_its_paper_and_what_its_script_pass
     assert shape.adapter is None  # a `q-lora-rank` is no adapter
     with pytest.raises(Skipped, match="a token dispatcher allgather"):
         configurations({**row, "source": "elsewhere"})
+
+
+def test_an_open_number_of_devices_is_priced_from_the_fewest_that_hold_all_experts_on() -> None:
+    row = {
+        **EXPERTS,
+        "gpus": "",
+        "dp": "",
+        "ep": "4",
+        "gpus_per_node": "8",
+        "global_batch": "16",
+        "args": f"{EXPERTS['args']} expert-tensor-parallel-size=2",
+    }
+    found = configurations(row)
+    assert [c.cluster.world_size for c in found] == [8, 16, 32]  # 32: 16 replicas of one row
+    assert [c.assumed["gpus"] for c in found] == [8, 16, 32]
+    outcome = price_row(row, "made_up.csv", 7, TraceStore())
+    assert outcome.time_s is None
+    assert "number of GPUs is open" in outcome.left_out
+    assert outcome.predicted_bytes is not None
+    assert outcome.predicted_bytes[0] < outcome.predicted_bytes[1]
+    (alone,) = configurations({**EXPERTS, "gpus": "8", "dp": "4", "global_batch": "16"})
+    assert alone.assumed == {}

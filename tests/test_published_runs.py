@@ -76,7 +76,7 @@ def test_what_a_row_leaves_open_is_priced_under_each_plausible_value() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"cp": "2"}, "context parallelism is not priced"),
+        ({"cp": "2"}, "dp 2 \\* tp 2 \\* pp 1 \\* cp 2 is not 4 GPUs"),
         ({"vocab": ""}, "vocab is not given"),
         ({"gpu": "TPU"}, "no profile for GPU TPU"),
         ({"seq": "64.5"}, "seq is '64.5', not a whole number"),
@@ -92,6 +92,50 @@ def test_what_a_row_leaves_open_is_priced_under_each_plausible_value() -> None:
 def test_a_row_that_cannot_be_priced_says_why(change: dict[str, str], reason: str) -> None:
     with pytest.raises(Skipped, match=reason):
         configurations({**ROW, **change})
+
+
+CONTEXT = {**ROW, "gpus": "8", "gpus_per_node": "8", "cp": "2"}
+
+
+@pytest.mark.parametrize(
+    ("change", "exchange"),
+    [
+        ({}, "ring"),
+        ({"args": "cp-comm-type=a2a"}, "all_to_all"),
+        ({"source_id": "simumax_b200/one"}, "all_to_all"),
+        ({"framework": "torchtitan", "ffn": "256"}, "all_gather"),
+    ],
+)
+def test_context_parallelism_exchanges_keys_as_what_ran(
+    change: dict[str, str], exchange: str
+) -> None:
+    (found,) = configurations({**CONTEXT, **change})
+    assert engine_named(found.options["engine"]).context_exchange == exchange
+    assert (found.options["dp"], found.options["context_parallel"]) == (2, 2)
+    priced = price_row({**CONTEXT, **change}, "made_up.csv", 2, TraceStore())
+    assert priced.predicted_time_s is not None
+    assert priced.predicted_time_s[0] > 0
+
+
+def test_two_exchanges_of_keys_are_skipped() -> None:
+    with pytest.raises(Skipped, match=r"cp-comm-type a2a\+p2p is not priced"):
+        configurations({**CONTEXT, "args": "cp-comm-type=a2a+p2p"})
+
+
+def test_a_stated_fusion_writes_gradients_over_the_logits() -> None:
+    (found,) = configurations({**ROW, "framework": "Megatron-LM + TE 2, CE fusion"})
+    assert engine_named(found.options["engine"]).loss == "fused"
+
+
+def test_a_pipeline_of_torchtitan_leaves_its_micro_batches_open() -> None:
+    change = {"framework": "torchtitan (Interleaved1F1B)", "pp": "2", "tp": "1", "micro_batch": ""}
+    row = {**ROW, **change, "zero_stage": "3", "global_batch": "16", "sequence_parallel": ""}
+    found = configurations(row)
+    assert [f.options["microbatch_size"] for f in found] == [1, 2, 4]
+    assert {f.options["virtual_stages"] for f in found} == {2}
+    assert {f.options["zero_stage"] for f in found} == {1}  # gathered and whole for the step
+    (flat,) = configurations({**row, "framework": "torchtitan", "micro_batch": "2"})
+    assert (flat.options["virtual_stages"], flat.options["microbatch_size"]) == (1, 2)
 
 
 ALLTOALL = "moe-token-dispatcher-type=alltoall moe-grouped-gemm swiglu"

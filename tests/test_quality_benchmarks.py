@@ -19,15 +19,16 @@ from tests.test_published_runs import ROW
 
 @pytest.fixture
 def published(tmp_path: Path) -> Path:
-    """Return a table of four rows: three configurations of one problem, and another problem."""
+    """Return a table of three configurations of one problem, and rows that pose none."""
     small = {"gpus": "2", "gpus_per_node": "2", "tp": "1", "dp": "2", "global_batch": "2"}
-    own = {**ROW, **small, "sequence_parallel": "false"}
+    own = {**ROW, **small, "sequence_parallel": "false", "cp": "1"}
     rows = [
         own,
         {**own, "framework": "Megatron-LM 2022"},
         {**own, "recompute": "full"},
         {**own, "recompute": "selective", "zero_stage": "0"},
         {**own, "hidden": "64", "layers": "x"},
+        {**own, "cp": "2", "dp": "1"},
     ]
     path = tmp_path / "made_up.csv"
     with path.open("w", newline="") as file:

@@ -171,7 +171,9 @@ def test_reserved_memory_is_given_only_where_an_allocator_is_named() -> None:
         estimate(model, cluster, batch, allocator="best", **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("kind", "kept"), [("torch", 4), ("in_place", 4), ("compiled", 2)])
+@pytest.mark.parametrize(
+    ("kind", "kept"), [("torch", 4), ("in_place", 4), ("compiled", 2), ("fused", 0)]
+)
 def test_loss_keeps_what_its_implementation_keeps(
     traces: dict[int, Trace], kind: LossKind, kept: int
 ) -> None:
@@ -181,9 +183,9 @@ def test_loss_keeps_what_its_implementation_keeps(
     none = Recompute(mode="none")
     memory = block_memory(with_loss(local, kind), none)
     assert logits_bytes(local) == 4 * logits
-    assert memory.kept == pytest.approx(kept * logits, rel=0.15)
+    assert memory.kept == pytest.approx(kept * logits, rel=0.15, abs=0.3 * logits)
     # Forward holds logits and float32 probabilities; torch's own copies to float32 first.
-    forward = {"torch": 8, "in_place": 6, "compiled": 2}[kind]
+    forward = {"torch": 8, "in_place": 6, "compiled": 2, "fused": 2}[kind]
     assert memory.forward_peak == pytest.approx(forward * logits, rel=0.15)
 
 

@@ -86,6 +86,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("op_classes",),
     (
         "settings",
+        "context_batches",
         "setting_rules",
         "offload",
         "local",
@@ -114,7 +115,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("block_choice",),
     ("detours",),
     ("frontiers", "conventions"),
-    ("decomposed",),
+    ("decomposed", "context_parallel"),
     ("block_work", "call_prices"),
     ("decision_tables",),
     ("costs",),
