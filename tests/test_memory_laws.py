@@ -76,7 +76,7 @@ def _measure(
         del model
         sizes = _sizes(module)
         optimizer = torch.optim.AdamW(module.parameters())
-        steps = []
+        steps, updates = [], []
         for _ in range(6):
             optimizer.zero_grad()
             meter = StorageMeter()
@@ -87,7 +87,9 @@ def _measure(
                 steps.append(meter.peak_bytes - base)
                 meter.reset_peak()
                 optimizer.step()
-        # The first step makes the buffers; a gloo thread may let go of one late, hence the least.
+            updates.append(meter.peak_bytes - held)
+        # The first step makes the buffers and the states. A gloo thread may let go of a buffer
+        # late: then a step's peak is too high, and what the update adds to `held` too low.
         step = min(steps[1:])
         predicted = step_extra_bytes(
             sizes,
@@ -100,7 +102,7 @@ def _measure(
         what = f"rank {rank}: zero {zero_stage}, dp {dp}, pp {pp}, {count} micro-batches"
         found.append((what, step, predicted))
         extra = adamw_extra_bytes(sizes, dp if zero_stage else 1)
-        found.append((f"{what}: AdamW", meter.peak_bytes - held, extra))
+        found.append((f"{what}: AdamW", max(updates[1:]), extra))
     return found
 
 
