@@ -40,9 +40,12 @@ Instants = tuple[tuple[int, tuple[int, ...]], ...]
 """The stage of a rank that runs, and how many micro-batches each of its stages keeps."""
 
 _MOST_ROUNDS = 8
+_TRUSTING_ROUNDS = 3  # after which what ranks hold beside counts with the most that was seen
+_PATIENCE = 2  # rounds without a better answer
 _SLOWER = (0.02, 0.1)  # of the paces: ways that are slower by more are left out, at first
 _UNITS = 2**20  # of memory, of a device
 _SPARE = 2e-4  # of a device: room that is not worth another round
+_CLOSE = 3e-4  # of a step, which a better deal is not worth a search for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +177,7 @@ class _Deal:
             self.ranks.append(_Rank(stages=stages, held=held, times=times))
         self.best: tuple[float, PipelineSolution] | None = None
         self.known: dict[tuple[int, float], Deal | None] = {}
+        self.known_relaxed: dict[tuple[int, float], Deal | None] = {}
 
     def _blocks(self, v: int) -> list[list[NDArray[np.int64]]]:
         """Return of every block of every stage time, once, kept, static, working by option."""
@@ -191,11 +195,17 @@ class _Deal:
         """Return the best answer that fits."""
         if self.extra > 0:
             self.calibrate([[int(np.argmin(own)) for own in rank.times] for rank in self.ranks])
-            for _ in range(_MOST_ROUNDS):
+            waited = 0
+            for number in range(_MOST_ROUNDS):
                 if self.cutoff is not None and self.bound() >= self.cutoff:
                     break
+                before = float("inf") if self.best is None else self.best[0]
                 ways = self.decided()
-                if ways is None or not self.walk(ways):
+                if ways is None or not self.walk(ways, is_cautious=number >= _TRUSTING_ROUNDS):
+                    break
+                is_better = self.best is not None and self.best[0] < before * (1 - _CLOSE)
+                waited = 0 if is_better or self.best is None else waited + 1
+                if waited >= _PATIENCE:
                     break
         return DealtPlan(bound=self.bound(), best=self.best)
 
@@ -219,15 +229,20 @@ class _Deal:
         excess = rank_excess(self.planner, self.setting, self.asked, solution, number)
         return excess / unit - self.ranks[number].peak(ways), excess
 
-    def walk(self, ways: Sequence[Sequence[int]]) -> bool:
-        """Walk the ranks of an answer; return whether to decide again is of use."""
+    def walk(self, ways: Sequence[Sequence[int]], *, is_cautious: bool) -> bool:
+        """Walk the ranks of an answer; return whether to decide again is of use.
+
+        `is_cautious`: while nothing fits, ranks count with the most that they held beside so far.
+        """
+        is_cautious &= self.best is None
         solution = self.solution(ways)
         is_over = is_spare = False
         for number, (rank, own) in enumerate(zip(self.ranks, ways, strict=True)):
             base, excess = self.base(solution, number, own)
             is_slowed = bool((rank.paces(own) > self.floors + 1).any())
             is_spare |= is_slowed and rank.base - base > _SPARE * _UNITS
-            rank.base, rank.least_base = base, min(rank.least_base, base)
+            rank.base = max(rank.base, base) if is_cautious else base
+            rank.least_base = min(rank.least_base, base)
             is_over |= excess > 0
         if is_over:
             return True
@@ -267,7 +282,7 @@ class _Deal:
         for number in sorted(range(len(alone)), key=lambda n: -alone[n].cost):
             rank = self.ranks[number]
             if (rank.paces(alone[number].ways) > paces).any():
-                found = deal_rank(self.costs(rank, paces), rank.held, -rank.base)
+                found = self.deal(self.costs(rank, paces), rank.held, rank.base)
                 if found is None:
                     return None
                 paces = np.maximum(paces, rank.paces(found.ways))
@@ -287,14 +302,20 @@ class _Deal:
         if (number, base) not in self.known:
             rank = self.ranks[number]
             costs = self.costs(rank, self.floors, is_bound=True)
-            self.known[number, base] = deal_rank(costs, rank.held, -base)
+            self.known[number, base] = self.deal(costs, rank.held, base)
         return self.known[number, base]
+
+    def deal(self, costs: Sequence[Floats], held: Sequence[Floats], base: float) -> Deal | None:
+        """Return how stages of a rank that holds so much beside are decided."""
+        return deal_rank(costs, held, -base, close=_CLOSE * self.ticks(0.0))
 
     def relaxed(self, number: int, base: float) -> Deal | None:
         """Return `alone`, of stages with ways that are not known as if they had the best of all."""
         rank = self.ranks[number]
         if all(stage.is_all for stage in rank.stages):
             return self.alone(number, base)
+        if (number, base) in self.known_relaxed:
+            return self.known_relaxed[number, base]
         own = instants(self.setting, number)
         stages = [s.relaxed(pace) for s, pace in zip(rank.stages, self.floors, strict=True)]
         held = [_held(stage, chunk, own) for chunk, stage in enumerate(stages)]
@@ -304,7 +325,8 @@ class _Deal:
                 self.costs(rank, self.floors, is_bound=True), rank.stages, stages, strict=True
             )
         ]
-        return deal_rank(costs, held, -base)
+        found = self.known_relaxed[number, base] = self.deal(costs, held, base)
+        return found
 
     def within(self, rank: _Rank, paces: Floats, share: float) -> tuple[int, ...] | None:
         """Return the fastest ways of a rank within paces, with a share of what is paid once."""
@@ -312,7 +334,7 @@ class _Deal:
             np.where(time <= pace + 0.5, time + share * stage.once, np.inf)
             for time, pace, stage in zip(rank.times, paces, rank.stages, strict=True)
         ]
-        found = deal_rank(costs, rank.held, -rank.base)
+        found = self.deal(costs, rank.held, rank.base)
         return None if found is None else found.ways
 
     def bound(self) -> int:

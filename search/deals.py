@@ -6,12 +6,13 @@ All ranks run their c-th stages together, so a step goes by the slowest of each:
     subject to sum_c held[k, c, w[c]] <= room        for every instant k of the rank
 
 over a way w[c] to run each of its stages. `floor` is what other ranks need at the least, so the
-least of one rank alone bounds them all. Ways are followed stage by stage while
+least of one rank alone bounds them all. Prices of the instants (search/duals.py) give a bound and,
+mended, ways that fit. Where these are not close, ways are followed stage by stage while
 
     cost + price held + sum over later stages of min_w (cost + price held)[w] - price room <= wanted
 
-for the price of the instant that binds most, and while every instant keeps to its room with later
-stages at their least. `wanted` grows from the bound by the prices until there is something.
+and while every instant keeps to its room with later stages at their least. `wanted` grows from the
+bound by the prices to what is known, until there is something.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.search.duals import Duals
+
 __all__ = ["Deal", "DealtStage", "deal_rank", "grown_ways", "undominated"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _MAX_LABELS = 3000
-_HALVINGS = 24
-_MOST_BINDING = 2  # instants whose prices are tried
+_MAX_GROWN = 20_000  # labels that are compared with each other
+_MOST_STEPS = 24
 _MOST_COMPARED = 64  # labels that others are compared with
 _SLACK = 1e-9
 _ROUNDING = 1e-3  # ticks
@@ -92,13 +95,16 @@ class Deal:
     bound: float
 
 
-def deal_rank(costs: Sequence[Floats], held: Sequence[Floats], room: float) -> Deal | None:
-    """Return the cheapest ways of a rank's stages, or None if nothing fits.
+def deal_rank(
+    costs: Sequence[Floats], held: Sequence[Floats], room: float, *, close: float = 0.0
+) -> Deal | None:
+    """Return the cheapest ways of a rank's stages, or None if nothing is found that fits.
 
     Args:
         costs: of each way of each stage; infinite where it may not be taken.
         held: of each stage, [instant, way].
         room: memory units at every instant.
+        close: of a cost, by which it may lie above the bound without a search for a better one.
     """
     first = [int(np.lexsort((own.max(axis=0), c))[0]) for c, own in zip(costs, held, strict=True)]
     least = np.array([own.min(axis=1) for own in _allowed(costs, held)])  # [stage, instant]
@@ -108,77 +114,75 @@ def deal_rank(costs: Sequence[Floats], held: Sequence[Floats], room: float) -> D
     cost = float(sum(c[way] for c, way in zip(costs, first, strict=True)))
     if (at_first <= room).all():
         return Deal(ways=tuple(first), cost=cost, bound=cost)
-    binding = np.argsort(-at_first)[:_MOST_BINDING]
-    priced = [_best_price(costs, [own[k] for own in held], room) for k in binding.tolist()]
-    place = max(range(len(priced)), key=lambda i: priced[i][0])
-    bound, price = priced[place]
-    instant = int(binding[place])
+    duals = Duals(costs, held, room)
+    prices, bound = duals.best_prices(close)
+    known, limit = duals.best, duals.best_cost
     step = max(1.0, _FIRST_STEP * abs(bound))
-    is_proof = True
-    for _ in range(_HALVINGS):
-        wanted = bound + step
-        ways, are_all = _ways_within(costs, held, room, (instant, price), least, wanted)
-        is_proof &= are_all
+    for _ in range(_MOST_STEPS):
+        if known is not None and limit - bound <= close:
+            break
+        wanted = min(bound + step, limit)
+        ways, is_proof = _ways_within(
+            costs, held, room, (prices, bound), least, wanted, needs_proof=known is not None
+        )
         if ways is not None:
             cost = float(sum(c[way] for c, way in zip(costs, ways, strict=True)))
-            return Deal(ways=ways, cost=cost, bound=min(bound, cost))
-        if is_proof:
-            bound = wanted
+            if known is None or cost < limit:
+                known, limit = ways, cost
+            bound = max(bound, limit) if is_proof else bound
+            break
+        if not is_proof:
+            if known is not None:
+                break
+        else:
+            bound = max(bound, wanted)
         step *= _STEP_GROWTH
-    return None
+    return None if known is None else Deal(ways=known, cost=limit, bound=min(bound, limit))
 
 
 def _allowed(costs: Sequence[Floats], held: Sequence[Floats]) -> list[Floats]:
     return [np.where(np.isfinite(c), own, np.inf) for c, own in zip(costs, held, strict=True)]
 
 
-def _best_price(
-    costs: Sequence[Floats], held: Sequence[Floats], room: float
-) -> tuple[float, float]:
-    """Return the largest bound by a price on what is held at one instant, and the price."""
-    width = max(map(len, costs))
-    cost = np.array([np.pad(c, (0, width - len(c)), constant_values=np.inf) for c in costs])
-    used = np.array([np.pad(own, (0, width - len(own))) for own in held])
-    stages = np.arange(len(costs))
-
-    def at(price: float) -> tuple[float, bool]:
-        priced = cost + price * used
-        ways = priced.argmin(axis=1)
-        total = float(priced[stages, ways].sum()) - price * room
-        return total, float(used[stages, ways].sum()) > room
-
-    low, high = 0.0, 1.0
-    while at(high)[1] and high < 2.0**60:
-        low, high = high, 4 * high
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if at(middle)[1] else (low, middle)
-    return max((at(low)[0], low), (at(high)[0], high))
-
-
 def _ways_within(
     costs: Sequence[Floats],
     held: Sequence[Floats],
     room: float,
-    priced: tuple[int, float],
+    priced: tuple[Floats, float],
     least: Floats,
     wanted: float,
+    *,
+    needs_proof: bool,
 ) -> tuple[tuple[int, ...] | None, bool]:
-    """Return the cheapest ways of a cost up to `wanted`, None if there are none; and if proven."""
-    instant, price = priced
-    rest = [float((c + price * own[instant]).min()) for c, own in zip(costs, held, strict=True)]
-    after, bound = least.sum(axis=0), sum(rest) - price * room
+    """Return the cheapest ways of a cost up to `wanted`, None if there are none; and if proven.
+
+    Args:
+        costs, held, room: as in `deal_rank`.
+        priced: a price a unit of each instant, and the bound by these.
+        least: of each stage, units of each instant that no way has less of.
+        wanted: a cost.
+        needs_proof: end where there are too many to compare; else follow the most promising.
+    """
+    prices, bound = priced
+    promises = [c + prices @ own for c, own in zip(costs, held, strict=True)]
+    after = least.sum(axis=0)
     cheapest = sum(float(own.min()) for own in costs)
     limit = wanted + abs(wanted) * _SLACK
-    cost, used = np.zeros(1), np.zeros((held[0].shape[0], 1))
+    cost, used, promise = np.zeros(1), np.zeros((held[0].shape[0], 1)), np.array([bound])
     history: list[tuple[Ints, Ints]] = []
     is_proof = True
     for stage, (own_costs, own_held) in enumerate(zip(costs, held, strict=True)):
-        bound, after = bound - rest[stage], after - least[stage]
+        after = after - least[stage]
         cheapest -= float(own_costs.min())
+        own_promises = promises[stage] - promises[stage].min()
         grown = (cost[:, None] + own_costs).ravel()
-        promise = grown + price * (used[instant][:, None] + own_held[instant]).ravel() + bound
-        kept = np.nonzero((promise <= limit) & (grown + cheapest <= limit))[0]
+        promised = (promise[:, None] + own_promises).ravel()
+        kept = np.nonzero((promised <= limit) & (grown + cheapest <= limit))[0]
+        if len(kept) > _MAX_GROWN:
+            is_proof = False
+            if needs_proof:
+                break
+            kept = kept[np.argpartition(promised[kept], _MAX_GROWN)[:_MAX_GROWN]]
         parents, ways = kept // len(own_costs), kept % len(own_costs)
         total = used[:, parents] + own_held[:, ways]
         fits = (total + after[:, None] <= room).all(axis=0)
@@ -187,19 +191,18 @@ def _ways_within(
             chosen = _useful(grown[kept], total)
             if len(chosen) > _MAX_LABELS:
                 is_proof = False
-                chosen = chosen[
-                    np.argsort(promise[kept][chosen], kind="stable")[: _MAX_LABELS // 3]
-                ]
-            kept, parents, ways, total = (
-                kept[chosen],
-                parents[chosen],
-                ways[chosen],
-                total[:, chosen],
-            )
+                if needs_proof:
+                    break
+                best = np.argsort(promised[kept][chosen], kind="stable")
+                chosen = chosen[best[: _MAX_LABELS // 3]]
+            kept, parents, ways = kept[chosen], parents[chosen], ways[chosen]
+            total = total[:, chosen]
         if not len(kept):
             return None, is_proof
-        cost, used = grown[kept], total
+        cost, used, promise = grown[kept], total, promised[kept]
         history.append((parents, ways))
+    if needs_proof and not is_proof:
+        return None, False
     label = int(cost.argmin())
     found = []
     for parents, ways in reversed(history):
