@@ -7,7 +7,7 @@ a caller who knows better than sums what a stage holds takes the first answer th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -53,8 +53,7 @@ def answers_below(
         limit: ticks; None: all answers.
     """
     choices = block_options(problem)
-    shape = tuple(map(len, choices))
-    picked = np.indices(shape).reshape(len(shape), -1)
+    picked = _picked([len(options) for options in choices])
     time, once = (
         _prefix_sums([np.array(numbers)[index] for numbers, index in zip(own, picked, strict=True)])
         for own in (
@@ -76,6 +75,18 @@ def answers_below(
         ends, options = every[cut[index]], tuple(picked[:, place[index]].tolist())
         if hands_over(problem, ends, options):
             yield int(objective[index]), ends, options
+
+
+def _picked(sizes: Sequence[int]) -> _Ints:
+    """Return [block, choice] every choice of an option for each block, the last ones change first.
+
+    There are few choices, but blocks of one option may be more than arrays have dimensions.
+    """
+    free = [block for block, size in enumerate(sizes) if size > 1]
+    picked = np.zeros((len(sizes), math.prod(sizes)), dtype=np.int64)
+    if free:
+        picked[free] = np.indices([sizes[block] for block in free]).reshape(len(free), -1)
+    return picked
 
 
 def _prefix_sums(by_block: list[_Ints]) -> _Ints:
