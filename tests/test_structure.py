@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -224,6 +225,12 @@ def own_parts(path: Path) -> set[str]:
 
 def test_every_module_has_a_layer() -> None:
     assert {p.stem for p in FILES} | set(FOLDERS) == set(LAYER_OF)
+
+
+def test_the_table_for_contributors_names_every_module_once() -> None:
+    table = (REPOSITORY / "CONTRIBUTING.md").read_text().split("## House rules")[0]
+    named = re.findall(r"`(?:autoplan/)?(\w+)\.py`", table)
+    assert sorted(named) == sorted(path.stem for path in FILES)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
