@@ -234,6 +234,7 @@ def estimate(
         setting,
         planner.workload.engine,
         is_sequence_parallel=sequence_parallel,
+        context=context_parallel,
     )
     planner.workload = replace(planner.workload, experts=experts)
     clusters = [planner.cluster.on_stage(setting, stage) for stage in range(pp)]
