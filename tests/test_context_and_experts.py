@@ -16,6 +16,8 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import autoplan
 from autoplan.cluster import Cluster
@@ -145,6 +147,37 @@ def test_tensor_parallel_layers_and_stages_change_neither_law() -> None:
     assert both.time_by_category["context_parallel"] == pytest.approx(
         sequences.time_by_category["context_parallel"]
     )
+
+
+def test_rows_that_are_sorted_by_expert_may_be_of_a_part_of_the_tokens() -> None:
+    """Transformers sorts and counts the experts that rows chose; each rank does so with its own."""
+    config = MixtralConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=COUNT,
+        vocab_size=512,
+    )
+    with torch.device("meta"):
+        model = MixtralForCausalLM(config).to(torch.bfloat16)
+    ids = torch.zeros(1, 128, dtype=torch.int64, device="meta")
+    batch = {"input_ids": ids, "labels": ids}
+    options: dict[str, Any] = {"global_batch_size": 16, "engine": "megatron", "zero_stage": 1}
+
+    def price_of(**more: Any) -> Estimate:
+        return autoplan.estimate(model, "1x8:h100", batch, **options, **more)
+
+    both = price_of(context_parallel=2, expert_parallel=4)
+    sequences, rows = price_of(context_parallel=2), price_of(expert_parallel=4)
+    held = [price.memory_by_category[0] for price in (both, sequences, rows)]
+    for name in ("parameters", "gradients", "optimizer"):
+        assert held[0][name] == held[2][name]
+    for name in ("activations", "working"):
+        assert held[0][name] == held[1][name]
+    times = [price.time_by_category for price in (both, sequences)]
+    assert times[0]["context_parallel"] == pytest.approx(times[1]["context_parallel"])
 
 
 @pytest.mark.parametrize(
