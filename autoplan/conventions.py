@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autoplan.block_choice import has_options, legal_options
+from autoplan.block_options import has_options, legal_options
 from autoplan.graph import BlockTrace, ParameterTrace, Placement, Trace
 from autoplan.local import localize
 from autoplan.tensor_layout import TOKEN_BORDERS, WHOLE_BORDERS, Borders, boundary_of

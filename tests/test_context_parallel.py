@@ -18,7 +18,8 @@ from autoplan.engines import AUTOPLAN, ContextExchange
 from autoplan.errors import PlanError
 from autoplan.graph import BlockTrace, OpTrace, ShardOption, Trace
 from autoplan.liveness import block_memory
-from autoplan.local import LocalBlock, localize
+from autoplan.local import localize
+from autoplan.local_blocks import LocalBlock
 from autoplan.optimizers import Optimizer
 from autoplan.plan import Recompute
 from autoplan.profiles.link import LinkProfile
