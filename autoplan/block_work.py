@@ -14,7 +14,7 @@ from autoplan.frontiers import Decision
 from autoplan.fusion import fused_kernels, joined, with_narrow_operands
 from autoplan.inner_recompute import folded
 from autoplan.liveness import BlockMemory, block_memory, needed_marks, redone_ops
-from autoplan.local import LocalBlock
+from autoplan.local_blocks import LocalBlock
 from autoplan.losses import with_loss
 from autoplan.offload import away_s
 from autoplan.plan import Recompute

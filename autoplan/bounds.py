@@ -52,7 +52,7 @@ def ops_bound(planner: Planner, setting: Setting) -> int:
     key = (setting.tp, setting.microbatch_size)
     if key not in planner.ops_bounds:
         pricer = planner.pricer(setting.microbatch_size)
-        timer = pricer.timer(setting.tp)
+        timer = pricer.layouts.timer(setting.tp)
         by_block = [fastest_ops_s(block, timer) for block in pricer.trace.blocks]
         seconds = [by_block[call.block] for call in pricer.trace.calls]
         planner.ops_bounds[key] = (sum(seconds), max(seconds))

@@ -79,6 +79,7 @@ def experts_of(
     engine: Engine,
     *,
     is_sequence_parallel: bool,
+    context: int = 1,
 ) -> ExpertParallel:
     """Return how experts lie over the ranks of a stage.
 
@@ -86,9 +87,10 @@ def experts_of(
         degree: ranks that hold different experts.
         tensor_parallel: ranks that share the matrices of one; None: as many as there is tensor
             parallelism.
-        setting: degrees.
+        setting: degrees; its dp counts the ranks of `context` too.
         engine: the software that trains.
         is_sequence_parallel: activations between products are slices of tokens.
+        context: ranks over which every sequence lies.
 
     Raises:
         ValueError: says which degrees would do.
@@ -105,7 +107,8 @@ def experts_of(
     if ranks % (degree * shared):
         raise ValueError(
             f"expert_parallel={degree} times expert_tensor_parallel={shared} does not divide the "
-            f"{ranks} ranks of a stage (dp={setting.dp} * tp={tp})"
+            f"{ranks} ranks of a stage (dp={setting.dp // context} * tp={tp}"
+            + (f" * context_parallel={context})" if context > 1 else ")")
         )
     is_priced = engine.has_gradient_buffer and not (engine.is_flat or engine.owns_whole_tensors)
     if not is_priced or setting.zero_stage > 1:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from autoplan.expert_parallel import STACKED
 from autoplan.graph import OpTrace, Trace
 
 __all__ = ["check_context", "token_slices"]
@@ -103,12 +104,31 @@ def _check_attention(op: OpTrace, degree: int) -> None:
 def _mixes(op: OpTrace) -> bool:
     """Return whether an op reads positions together: it cannot run on slices of them.
 
-    Sums to a scalar, as a loss is, are sums over ranks too.
+    Sums to a scalar, as a loss is, are sums over ranks too; and each rank sends its own rows to
+    experts.
     """
+    if _is_routing(op):
+        return False
     dimensions = op.dimensions
     tensors = (*dimensions.inputs, dimensions.output)
     if any(labels.count("sequence") > 1 for labels in tensors):
         return True
     reads = any("sequence" in label.split("*") for ls in dimensions.inputs for label in ls)
     is_sliced = any(option.axis == "sequence" for option in dimensions.slices)
-    return reads and not is_sliced and bool(op.shape)
+    is_scalar = bool(op.dtype) and not op.shape
+    return reads and not is_sliced and not is_scalar
+
+
+def _is_routing(op: OpTrace) -> bool:
+    """Return whether an op sorts or counts the experts that rows chose, or multiplies such rows.
+
+    Its positions are of pairs of a row and an expert. What is sorted and counted has no gradient.
+    """
+    pairs = [
+        label.split("*")
+        for labels in op.dimensions.inputs
+        for label in labels
+        if "sequence" in label.split("*")
+    ]
+    are_chosen = bool(pairs) and all("experts" in kinds for kinds in pairs)
+    return are_chosen and (op.target in STACKED or not op.needs_grad)

@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autoplan.graph import OpTrace
-from autoplan.local import LocalBlock, LocalOp
+from autoplan.local_blocks import LocalBlock, LocalOp
 from autoplan.profiles.lookups import ITEM_BYTES
 from autoplan.settings import Workload
 from autoplan.step_costs import exposed_s, interference

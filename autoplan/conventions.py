@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autoplan.block_choice import has_options, legal_options
+from autoplan.block_options import has_options, legal_options
 from autoplan.graph import BlockTrace, ParameterTrace, Placement, Trace
 from autoplan.local import localize
 from autoplan.tensor_layout import TOKEN_BORDERS, WHOLE_BORDERS, Borders, boundary_of
@@ -79,7 +79,7 @@ def possible_conventions(pricer: Pricer, degree: int) -> tuple[Convention, ...]:
 
     def stored(block: int) -> Mapping[str, str]:
         traced = pricer.trace.blocks[block]
-        fastest = pricer.frontiers.plain(traced, pricer.timer(degree))
+        fastest = pricer.frontiers.plain(traced, pricer.layouts.timer(degree))
         return localize(traced, fastest.axes, degree).state_placements
 
     def is_possible(convention: Convention) -> bool:
@@ -88,7 +88,7 @@ def possible_conventions(pricer: Pricer, degree: int) -> tuple[Convention, ...]:
                 pricer.trace.blocks[block],
                 degree,
                 convention.of(block),
-                pricer.whole_states(block),
+                pricer.layouts.whole_states(block),
             )
             and pricer.fastest_s(block, degree, convention) < math.inf
             for block in {block for block, _, _ in convention.slices}

@@ -1,20 +1,22 @@
-"""Price the ways to run a block: seconds by category, and the parameters that it holds.
+"""Price the ways to run a block: seconds by category.
 
 One `Pricer` serves one trace (one micro-batch size) on one cluster. It caches what depends on the
 block class, the tensor-parallel degree and the decision only (`block_work`); what the setting adds
-is in `call_prices`, bytes of stages in `stage_bytes`, whole plans in `plan_prices`.
+is in `call_prices`, parameters in `parameter_groups`, borders of stages in `border_seconds`, their
+bytes in `stage_bytes`, whole plans in `plan_prices`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from autoplan.block_work import BlockWork, LayoutWork, layout_work, make_work
+from autoplan.block_layouts import BlockLayouts
+from autoplan.block_work import BlockWork, make_work
 from autoplan.call_prices import (
     BlockPrice,
     CallSeconds,
@@ -27,17 +29,16 @@ from autoplan.call_prices import (
 )
 from autoplan.cluster import Cluster
 from autoplan.conventions import WHOLE, Convention, StateSlices, possible_conventions
-from autoplan.decision_tables import DecisionTable, Groups
+from autoplan.decision_tables import DecisionTable
 from autoplan.deferral import graph_nodes
 from autoplan.detours import DetourDecisions, hands_to_alike
-from autoplan.expert_parallel import expert_states
 from autoplan.frontiers import Decision, Frontiers
 from autoplan.graph import Trace
-from autoplan.local import localize
+from autoplan.parameter_groups import ParameterGroups
 from autoplan.search.problem import BlockOption
-from autoplan.settings import Setting, Workload, shared_states
+from autoplan.settings import Setting, Workload
 from autoplan.stage_costs import GroupBytes
-from autoplan.step_costs import tie_s, transfer_s
+from autoplan.step_costs import tie_s
 from autoplan.tensor_layout import WHOLE_BORDERS, Border, Borders
 from autoplan.times import Tally, Timer
 
@@ -59,6 +60,8 @@ class Pricer:
         reference: whose frontiers are priced here, at this micro-batch size.
         tally: counts look-ups.
         frontiers: solves the problems of block classes.
+        layouts: the blocks as one rank runs them.
+        groups: the parameters of calls.
         options, least: what `search_options` has made, by kind of call.
         least_kept: what `held` has found, likewise.
         alone, fastest_calls: what `bounds` has found: of a setting, of a degree, by convention.
@@ -72,33 +75,31 @@ class Pricer:
     reference: Pricer | None = None
     tally: Tally = field(default_factory=Tally)
     frontiers: Frontiers = field(default_factory=Frontiers)
+    layouts: BlockLayouts = field(init=False)
+    groups: ParameterGroups = field(init=False)
     _plain: dict[tuple[int, int, StateSlices, bool], Decision] = field(default_factory=dict)
     _decisions: dict[_Asked, tuple[Decision, ...]] = field(default_factory=dict)
     _conventions: dict[int, tuple[Convention, ...]] = field(default_factory=dict)
     _detours: dict[tuple[int, int, StateSlices], Mapping[Border, tuple[Border, ...]]] = field(
         default_factory=dict
     )
-    _layouts: dict[tuple[int, int, object], LayoutWork] = field(default_factory=dict)
     _bases: dict[tuple[int, int, object], BlockWork] = field(default_factory=dict)
     _tables: dict[tuple[int, ...], DecisionTable] = field(default_factory=dict)
-    _groups: dict[tuple[object, ...], GroupBytes] = field(default_factory=dict)
-    _own: dict[tuple[int, bool], tuple[bool, ...]] = field(default_factory=dict)
     _zero: dict[tuple[object, ...], GroupPrice] = field(default_factory=dict)
-    _names: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    _num_calls: Counter[str] = field(default_factory=Counter)
     _fastest_s: dict[_Asked, float] = field(default_factory=dict)
-    _timers: dict[tuple[int, bool], Timer] = field(default_factory=dict)
-    _shared: dict[int, frozenset[str]] | None = None
     options: dict[tuple[object, ...], tuple[BlockOption, ...]] = field(default_factory=dict)
     least: dict[tuple[object, ...], BlockOption] = field(default_factory=dict)
     least_kept: dict[tuple[object, ...], dict[GroupBytes, int]] = field(default_factory=dict)
     alone: dict[tuple[Setting, Convention], int] = field(default_factory=dict)
     fastest_calls: dict[tuple[int, Convention], list[float]] = field(default_factory=dict)
     alike: dict[bool, list[list[int]]] = field(default_factory=dict)
-    _held: list[frozenset[str]] | None = None
     _num_nodes: int | None = None
     _slowness: dict[tuple[Cluster, Setting], float] = field(default_factory=dict)
     _by_device: dict[Cluster, Pricer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.layouts = BlockLayouts(self.trace, self.cluster, self.workload, self.tally)
+        self.groups = ParameterGroups(self.trace, self.workload, self.layouts)
 
     def of(self, trace: Trace) -> Pricer:
         """Return the pricer of another trace of the model; itself for its own."""
@@ -115,17 +116,18 @@ class Pricer:
 
         Its seconds are not to be asked for. What blocks hold is found once for both.
         """
-        return Pricer(
+        other = Pricer(
             trace=self.trace,
             cluster=cluster,
             workload=workload,
             recompute=recompute,
             reference=self,
-            _layouts=self._layouts,
             _bases=self._bases,
-            _groups=self._groups,
             least_kept=self.least_kept,
         )
+        other.layouts.works = self.layouts.works
+        other.groups.made = self.groups.made
+        return other
 
     def decisions(
         self, block: int, tp: int, convention: Convention = WHOLE
@@ -148,8 +150,8 @@ class Pricer:
         if key not in self._decisions:
             found = self.frontiers.decisions(
                 self.trace.blocks[block],
-                self.timer(tp),
-                whole=self.whole_states(block),
+                self.layouts.timer(tp),
+                whole=self.layouts.whole_states(block),
                 recompute=self._recompute_of(block),
                 borders=borders,
                 slices=slices,
@@ -174,8 +176,8 @@ class Pricer:
             if tp > 1 and hands_to_alike(self.trace, block):
                 self._detours[key] = self.frontiers.detours(
                     self.trace.blocks[block],
-                    self.timer(tp),
-                    whole=self.whole_states(block),
+                    self.layouts.timer(tp),
+                    whole=self.layouts.whole_states(block),
                     recompute=self._recompute_of(block),
                     slices=slices,
                 )
@@ -218,8 +220,8 @@ class Pricer:
         if key not in self._plain:
             self._plain[key] = self.frontiers.plain(
                 self.trace.blocks[block],
-                self.timer(tp),
-                whole=self.whole_states(block),
+                self.layouts.timer(tp),
+                whole=self.layouts.whole_states(block),
                 lean=lean,
                 slices=slices,
             )
@@ -246,8 +248,8 @@ class Pricer:
         if key not in self._fastest_s:
             self._fastest_s[key] = self.frontiers.fastest_s(
                 self.trace.blocks[block],
-                self.timer(tp),
-                whole=self.whole_states(block),
+                self.layouts.timer(tp),
+                whole=self.layouts.whole_states(block),
                 borders=borders,
                 slices=slices,
             )
@@ -261,31 +263,11 @@ class Pricer:
             self._conventions[tp] = possible_conventions(self, tp)
         return self._conventions[tp]
 
-    def whole_states(self, block: int) -> frozenset[str]:
-        """Return the states of a block class that several calls share."""
-        if self._shared is None:
-            self._shared = shared_states(self.trace)
-        return self._shared.get(block, frozenset())
-
-    def timer(self, tp: int, *, is_glue: bool = False) -> Timer:
-        """Return the timer of a tensor-parallel degree; glue multiplies in the trace's dtype."""
-        key = (tp, is_glue)
-        if key not in self._timers:
-            self._timers[key] = self._new_timer(tp, is_glue, self.tally)
-        return self._timers[key]
-
-    def _new_timer(self, tp: int, is_glue: bool, tally: Tally) -> Timer:
-        dtype = None if is_glue else self.workload.product_dtype
-        workload = self.workload
-        return Timer(
-            self.cluster, tp, tally, dtype, workload.attention_kernel, experts=workload.experts
-        )
-
     def lookups(self, block: int, decision: Decision, tp: int) -> Counter[str]:
         """Return how the times of a block's ops are found, forward and backward each."""
         tally = Tally()
         is_glue = self.trace.blocks[block].is_glue
-        timer = self._new_timer(tp, is_glue, tally)
+        timer = self.layouts.new_timer(tp, is_glue, tally)
         for op in self.base(block, decision, tp).local.ops:
             if op.op is not None:
                 timer.traced_time(op.op, op.option)
@@ -295,8 +277,8 @@ class Pricer:
         """Return what a decision costs by itself."""
         key = (block, tp, decision.key)
         if key not in self._bases:
-            timer = self.timer(tp, is_glue=self.trace.blocks[block].is_glue)
-            layout = self._layout(block, decision, tp)
+            timer = self.layouts.timer(tp, is_glue=self.trace.blocks[block].is_glue)
+            layout = self.layouts.of(block, decision, tp)
             self._bases[key] = make_work(layout, decision, timer, self.workload)
         return self._bases[key]
 
@@ -308,148 +290,25 @@ class Pricer:
             self._tables[key] = DecisionTable(decisions=tuple(decisions), works=works)
         return self._tables[key]
 
-    def _layout(self, block: int, decision: Decision, tp: int) -> LayoutWork:
-        """Return what a decision has in common with others that slice the block alike."""
-        key = (block, tp, decision.layout)
-        if key not in self._layouts:
-            local = localize(
-                self.trace.blocks[block],
-                decision.axes,
-                tp,
-                self.whole_states(block).difference(decision.slices),
-                borders=decision.borders,
-                regathers=self.workload.engine.regathers_sequence,
-            )
-            timer = self.timer(tp, is_glue=local.block.is_glue)
-            self._layouts[key] = layout_work(local, timer, self.workload)
-        return self._layouts[key]
-
-    def group(self, call: int, decision: Decision, setting: Setting, held: set[str]) -> GroupBytes:
-        """Return the parameter bytes of a call; parameters in `held` are there already.
-
-        Args:
-            call: index into the chain.
-            decision: how the block runs.
-            setting: degrees.
-            held: canonical FQNs that earlier calls of the stage hold; the call's own are added.
-        """
-        is_new = self._new_states(call, held)
-        held.update(self._canonical(call))
-        return self._group_of(call, decision, setting, is_new)
-
-    def _new_states(self, call: int, held: Collection[str]) -> tuple[bool, ...]:
-        """Return for each state of a call whether no earlier one, nor another call, has it."""
-        names = self._canonical(call)
-        return tuple(
-            name not in held and name not in names[:place] for place, name in enumerate(names)
-        )
-
-    def _group_of(
-        self, call: int, decision: Decision, setting: Setting, is_new: tuple[bool, ...]
-    ) -> GroupBytes:
-        block, tp, copies = self.trace.calls[call].block, setting.tp, self._expert_copies(setting)
-        key = (block, tp, decision.layout, is_new, copies)
-        if key not in self._groups:
-            group = self._make_group(block, decision, tp, is_new)
-            states = expert_states(self.trace.blocks[block]) if copies else frozenset()
-            if states:
-                names = (state.name for state in self.trace.blocks[block].states)
-                own = [new and n in states for n, new in zip(names, is_new, strict=True)]
-                part = replace(self._make_group(block, decision, tp, own), copies=copies)
-                group = replace(group, experts=part)
-            self._groups[key] = group
-        return self._groups[key]
-
-    def _expert_copies(self, setting: Setting) -> int:
-        """Return how many ranks hold the same experts where those are divided, else 0."""
-        experts = self.workload.experts
-        return experts.copies(setting.dp, setting.tp) if experts.degree > 1 else 0
-
-    def _canonical(self, call: int) -> tuple[str, ...]:
-        """Return one name for each state of a call, the same wherever a parameter is shared."""
-        if call not in self._names:
-            canonical = self.trace.first_names()
-            states = self.trace.calls[call].states
-            self._names[call] = tuple(canonical.get(fqn, fqn) for fqn in states)
-        return self._names[call]
-
-    def _make_group(
-        self, block: int, decision: Decision, tp: int, is_new: Sequence[bool]
-    ) -> GroupBytes:
-        """Return the bytes of those states of a block that are new to a stage."""
-        local = self._layout(block, decision, tp).local
-        ratio = self.workload.parameter_bytes_per_traced_byte
-        stored = trained = gathered = grads = largest = tensors = 0
-        for state, is_own in zip(self.trace.blocks[block].states, is_new, strict=True):
-            if not is_own:
-                continue
-            nbytes = local.state_bytes[state.name]
-            if not state.is_parameter:
-                stored += nbytes
-                continue
-            stored += nbytes * ratio
-            gathered += nbytes
-            largest = max(largest, nbytes * ratio)
-            if state.is_trained:
-                trained += nbytes * ratio
-                grads += nbytes
-                tensors += 1
-        return GroupBytes(
-            stored=stored,
-            trained=trained,
-            gathered=gathered,
-            gathered_grads=grads,
-            largest=largest,
-            trained_tensors=tensors,
-        )
-
-    def own_group(self, call: int, decision: Decision, setting: Setting) -> GroupBytes:
-        """Return the parameters that a call gathers, reduces and updates.
-
-        Without a pipeline a parameter of several calls counts with the first; with one, calls that
-        share it usually lie on different stages, and each counts it.
-        """
-        return self._group_of(call, decision, setting, self._own_states(call, setting))
-
-    def _own_states(self, call: int, setting: Setting) -> tuple[bool, ...]:
-        """Return which states of a call are in `own_group`."""
-        key = (call, setting.pp == 1)
-        if key not in self._own:
-            self._own[key] = self._new_states(call, self.shared_before(call) if key[1] else ())
-        return self._own[key]
-
-    def own_groups(self, call: int, decisions: Sequence[Decision], setting: Setting) -> Groups:
-        """Return `own_group` of each of some decisions."""
-        table = self.table(self.trace.calls[call].block, decisions, setting.tp)
-        is_new = self._own_states(call, setting)
-        key = (is_new, self._expert_copies(setting))
-        if key not in table.groups:
-            groups = [self._group_of(call, d, setting, is_new) for d in decisions]
-            places = {group: place for place, group in enumerate(dict.fromkeys(groups))}
-            table.groups[key] = Groups(
-                distinct=tuple(places), places=np.array([places[group] for group in groups])
-            )
-        return table.groups[key]
-
     def price(self, call: int, decision: Decision, setting: Setting) -> BlockPrice:
         """Return the seconds of a call under a setting."""
         work = self.base(self.trace.calls[call].block, decision, setting.tp)
-        timer, split_s = self.timer(setting.tp), sum(self.split_s(work, setting))
+        timer, split_s = self.layouts.timer(setting.tp), sum(self.split_s(work, setting))
         ties_s = self._ties_s(call, decision, setting)
-        zero = self._zero_of(call, self.own_group(call, decision, setting), setting, timer)
+        zero = self._zero_of(call, self.groups.own(call, decision, setting), setting, timer)
         return call_price(work, zero, setting, self.workload, timer, split_s, ties_s)
 
     def seconds(self, call: int, decisions: Sequence[Decision], setting: Setting) -> CallSeconds:
         """Return the seconds of a call under a setting, arrays [decision]: those of `price`."""
-        block, timer = self.trace.calls[call].block, self.timer(setting.tp)
+        block, timer = self.trace.calls[call].block, self.layouts.timer(setting.tp)
         table = self.table(block, decisions, setting.tp)
         split_s: Any = 0.0
         ties_s: Any = 0.0
         if setting.schedule == "zero_bubble":
             split_s = np.array([sum(self.split_s(work, setting)) for work in table.works])
-        if setting.pp > 1 and self.whole_states(block):
+        if setting.pp > 1 and self.layouts.whole_states(block):
             ties_s = np.array([self._ties_s(call, d, setting) for d in decisions])
-        groups = self.own_groups(call, decisions, setting)
+        groups = self.groups.own_of_each(call, table, setting)
         zero = groups.prices(lambda group: self._zero_of(call, group, setting, timer))
         extremes = np.maximum, np.minimum
         return call_seconds(
@@ -468,16 +327,13 @@ class Pricer:
     def _ties_s(self, call: int, decision: Decision, setting: Setting) -> float:
         """Return seconds in which gradients that other stages have too are summed, once a step."""
         block = self.trace.calls[call].block
-        if setting.pp == 1 or not self.whole_states(block):
+        if setting.pp == 1 or not self.layouts.whole_states(block):
             return 0.0
-        if not self._num_calls:
-            calls = range(len(self.trace.calls))
-            self._num_calls.update(name for c in calls for name in set(self._canonical(c)))
-        nbytes = self._layout(block, decision, setting.tp).local.state_bytes
-        names = zip(self.trace.blocks[block].states, self._canonical(call), strict=True)
+        nbytes = self.layouts.of(block, decision, setting.tp).local.state_bytes
+        states = zip(self.trace.blocks[block].states, self.groups.num_calls(call), strict=True)
         return sum(
-            tie_s(nbytes[state.name], self._num_calls[name], setting, self.workload, self.cluster)
-            for state, name in names
+            tie_s(nbytes[state.name], count, setting, self.workload, self.cluster)
+            for state, count in states
             if state.is_trained
         )
 
@@ -501,37 +357,10 @@ class Pricer:
         host_s = 0.0 if overlaps(setting, self.cluster) else self.split_s(work, setting)[1]
         return work.deferred.backward_s + host_s
 
-    def shared_before(self, call: int) -> frozenset[str]:
-        """Return the parameters of a call that earlier calls read too."""
-        if self._held is None:
-            seen: set[str] = set()
-            self._held = []
-            for index in range(len(self.trace.calls)):
-                own = set(self._canonical(index))
-                self._held.append(frozenset(own & seen))
-                seen |= own
-        return self._held[call]
-
     @property
     def memory_unit(self) -> int:
         """Return the bytes of one unit of memory in the search: about 2**-20 of the capacity."""
         return max(1, self.cluster.capacity_bytes >> 20)
-
-    def boundary_s(
-        self, setting: Setting, cut: int, *, stage: int | None = None, is_sliced: bool = False
-    ) -> float:
-        """Return the seconds of sending one micro-batch's activations over a cut, one way.
-
-        Args:
-            setting: degrees and their order.
-            cut: index of the first call after it.
-            stage: before it; None: whichever is farthest from the next.
-            is_sliced: as in `transfer_s`.
-        """
-        nbytes = self.trace.crossing_bytes[cut - 1]
-        return transfer_s(
-            nbytes, setting, self.workload, self.cluster, stage=stage, is_sliced=is_sliced
-        )
 
     def on_stage(self, setting: Setting, stage: int) -> Pricer:
         """Return the pricer of a stage's own type of device; this one where all are alike."""
@@ -568,17 +397,3 @@ class Pricer:
                 first_s += count[block] * (ours.forward_s + ours.backward_s)
             self._slowness[key] = max(1.0, own_s / first_s)
         return self._slowness[key]
-
-    def action_s(self, setting: Setting) -> float:
-        """Return seconds of the host in a forward or a backward of a pipeline stage, ops apart."""
-        return self.timer(setting.tp).host.pipeline_action if setting.pp > 1 else 0.0
-
-    def actions_s(self, setting: Setting) -> float:
-        """Return seconds of the host in all actions of a stage for one micro-batch, ops apart."""
-        return (3 if setting.schedule == "zero_bubble" else 2) * self.action_s(setting)
-
-    def sent_s(self, setting: Setting, cut: int, stage: int, is_sliced: bool) -> float:
-        """Return the seconds of sending what a stage hands on; the last rank sends to the first."""
-        rank = stage % setting.pp
-        sender = rank if rank < setting.pp - 1 else None
-        return self.boundary_s(setting, cut, stage=sender, is_sliced=is_sliced)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from autoplan.graph import BlockTrace, Trace
-from autoplan.local import LocalBlock
+from autoplan.local_blocks import LocalBlock
 from autoplan.stage_costs import StageBackward
 
 __all__ = ["OpPart", "graph_nodes", "op_parts", "released_bytes", "splits", "stage_backward"]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoplan import view_rules
-from autoplan.axes import Analysis, Dim, GemmDim, Rule, equate, fresh, leaves
+from autoplan.axes import RESULT, Analysis, Dim, GemmDim, Link, Rule, Side, equate, fresh, leaves
 from autoplan.axis_labels import (
     Labels,
     aligned,
@@ -244,7 +244,7 @@ def _split(found: Analysis, op: Op) -> Rule | None:
 
 
 def _chosen(found: Analysis, op: Op) -> Rule | None:
-    """topk, sort, max over a dimension: (values, indices), the dimension is needed whole."""
+    """topk, sort, max over a dimension: (values, indices); that one is needed whole, no other."""
     a = arguments(op)
     name = reference(a["self"])
     if name is None or "dim" not in a or not isinstance(a["dim"], int):
@@ -258,6 +258,12 @@ def _chosen(found: Analysis, op: Op) -> Rule | None:
         found.alike.append((dims[at], made[at]))
     elif op_name(op) in ("max", "min"):
         made = [*dims[:at], *([fresh(1)] if a.get("keepdim") else []), *dims[at + 1 :]]
+    is_dropped = len(made) < len(dims)
+    for dim, own in enumerate(dims):
+        size = _extent(own)
+        if dim != at and size > 1:
+            result = Side(RESULT, (dim - (is_dropped and dim > at),))
+            rule.links.append(Link(size=size, sides=(Side(0, (dim,)), result)))
     found.tuples[op.name] = [made, list(made)]
     return rule
 

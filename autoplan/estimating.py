@@ -38,6 +38,7 @@ from autoplan.schedules import unrunnable_split
 from autoplan.shared_writes import lost_under
 from autoplan.simple import simple_decisions
 from autoplan.stage_ends import is_runnable
+from autoplan.training_job import TrainingJob
 from autoplan.units import format_bytes
 
 __all__ = ["Estimate", "estimate"]
@@ -108,7 +109,7 @@ def estimate(
     *,
     batch_dim: Any = 0,
     global_batch_size: int | None = None,
-    optimizer: Any = "AdamW",
+    optimizer: str | type[torch.optim.Optimizer] = "AdamW",
     loss_fn: LossFn | None = None,
     mixed_precision: str = "auto",
     autocast: torch.dtype | None = None,
@@ -183,9 +184,7 @@ def estimate(
     Raises:
         ValueError: a number is impossible; says which would do.
     """
-    if context_parallel > 1:
-        batch = _own_tokens(model, batch, batch_dim, context_parallel, axis_order)
-    planner = make_planner(
+    job = TrainingJob(
         model,
         cluster,
         batch,
@@ -197,8 +196,10 @@ def estimate(
         autocast=autocast,
         name=name,
         offload=() if offload == "none" else offload,
-        pins={"microbatch_size": microbatch_size},
     )
+    if context_parallel > 1:
+        job = replace(job, batch=_own_tokens(job, context_parallel, axis_order))
+    planner = make_planner(job, pins={"microbatch_size": microbatch_size})
     check_choices(recompute, zero_stage, tensor_layout, sequence_parallel, product_dtype, tp)
     if allocator not in (None, "segments", "expandable"):
         raise ValueError(f"allocator={allocator!r}; allowed are segments, expandable and None")
@@ -211,7 +212,7 @@ def estimate(
         context_parallel=context_parallel,
     )
     if traces is not None:
-        planner.share_traces(traces)
+        planner.traces.captured = traces
     setting = setting_of(
         planner.cluster.world_size,
         planner.workload.global_batch_size,
@@ -233,6 +234,7 @@ def estimate(
         setting,
         planner.workload.engine,
         is_sequence_parallel=sequence_parallel,
+        context=context_parallel,
     )
     planner.workload = replace(planner.workload, experts=experts)
     clusters = [planner.cluster.on_stage(setting, stage) for stage in range(pp)]
@@ -298,20 +300,14 @@ def estimate(
     )
 
 
-def _own_tokens(
-    model: nn.Module, batch: Any, batch_dim: Any, context_parallel: int, axis_order: AxisOrder
-) -> Any:
+def _own_tokens(job: TrainingJob, context_parallel: int, axis_order: AxisOrder) -> Any:
     """Return a batch with the tokens that one rank of context parallelism has."""
     if axis_order != "tp-dp-pp":
         raise ValueError(
             f"context_parallel={context_parallel} with axis_order={axis_order!r}: its ranks lie "
             "next to those of tp and count as data-parallel ones: use 'tp-dp-pp'"
         )
-    if batch is None:
-        from autoplan.models import example_batch
-
-        batch = example_batch(model)
-    return token_slices(batch, context_parallel, batch_dim)
+    return token_slices(job.example(), context_parallel, job.batch_dim)
 
 
 def _set_engine(planner: Planner, engine: Engine, zero_stage: int) -> None:

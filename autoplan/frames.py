@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from autoplan.local import LocalBlock
+from autoplan.local_blocks import LocalBlock
 
 __all__ = ["with_attention_held"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autoplan.local import LocalBlock, LocalOp
+from autoplan.local_blocks import LocalBlock, LocalOp
 from autoplan.profiles.lookups import ITEM_BYTES
 from autoplan.times import LINEAR
 

@@ -60,7 +60,7 @@ def _least_kept(
             less = work.memory.held_output_bytes
             if is_split:
                 less += work.deferred.released_bytes
-            group = pricer.own_group(call, decision, alone)
+            group = pricer.groups.own(call, decision, alone)
             kept = max(0, work.memory.kept - less)
             found[group] = min(found.get(group, kept), kept)
         pricer.least_kept[key] = found

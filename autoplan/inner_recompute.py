@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from autoplan.graph import BlockTrace
 from autoplan.liveness import block_memory
-from autoplan.local import LocalBlock, LocalOp
+from autoplan.local_blocks import LocalBlock, LocalOp
 from autoplan.plan import Recompute
 
 __all__ = ["attention_core", "folded"]

@@ -196,7 +196,7 @@ class _Ranks:
             self._kinds = tuple(
                 (
                     call.block,
-                    index if self.pricer.whole_states(call.block) else -1,
+                    index if self.pricer.layouts.whole_states(call.block) else -1,
                     tuple(argument for argument in call.args if argument in side),
                     decision.key,
                 )

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoplan.block_heap import Event, Gradients, Heap
-from autoplan.local import LocalBlock, LocalOp
+from autoplan.local_blocks import LocalBlock, LocalOp
 from autoplan.plan import Recompute
 from autoplan.stage_costs import BlockMemory
 

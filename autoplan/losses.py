@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoplan.engines import LossKind
-from autoplan.local import LocalBlock, LocalOp
+from autoplan.local_blocks import LocalBlock, LocalOp
 
 __all__ = ["logits_bytes", "loss_of", "with_loss"]
 

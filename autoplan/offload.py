@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from autoplan.cluster import Cluster
 from autoplan.liveness import offloaded_bytes
-from autoplan.local import LocalBlock
+from autoplan.local_blocks import LocalBlock
 from autoplan.profiles.catalog import load_profile
 from autoplan.settings import OFFLOADS, Setting, Workload
 from autoplan.stage_costs import GroupBytes

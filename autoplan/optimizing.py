@@ -26,9 +26,10 @@ from autoplan.reasons import Question
 from autoplan.remedies import infeasible_error
 from autoplan.search.forks import Beside
 from autoplan.search.mesh import MeshResult, Progress
-from autoplan.settings import check_pins
 from autoplan.simple import Strategy, simple_strategies
 from autoplan.tracer import recent_program
+from autoplan.tracing_ahead import trace_ahead
+from autoplan.training_job import TrainingJob
 from autoplan.units import TICK_S, format_seconds
 
 __all__ = ["find_plan", "on_rank_zero", "optimize"]
@@ -90,8 +91,7 @@ def optimize(
         SearchLimitError: the time limit came before any plan.
         TraceError, ValueError: the model or a setting is wrong.
     """
-    check_pins(pins)
-    planner = make_planner(
+    job = TrainingJob(
         model,
         cluster,
         batch,
@@ -103,13 +103,11 @@ def optimize(
         autocast=autocast,
         name=name,
         offload=offload,
-        pins=pins,
-        limits=make_limits(within, forbid),
-        workers=workers,
     )
+    planner = make_planner(job, pins=pins, limits=make_limits(within, forbid), workers=workers)
     return on_rank_zero(
         lambda: find_plan(planner, time_limit_s, progress, compare),
-        attached=(planner.batch, loss_fn),
+        attached=(planner.traces.batch, loss_fn),
     )
 
 
@@ -158,7 +156,9 @@ def find_plan(
         if not wrong:
             return replace(plan, notes=(*plan.notes, *notes, *_unchecked(checked)))
         blamed = {(one.block, op, axis) for one in wrong for op, axis in one.blamed}
-        assert not blamed <= planner.unusable, f"layouts are wrong without an option: {wrong}"
+        assert not blamed <= planner.traces.unusable, (
+            f"layouts are wrong without an option: {wrong}"
+        )
         notes += [_left_out(one) for one in wrong]
         planner = planner.without(blamed)
 
@@ -202,7 +202,7 @@ def _fastest(
     The candidates are what the search found, the fastest simple strategy that fits on all devices,
     and, where neither is there, the plan of least memory. Each is priced exactly.
     """
-    planner.trace_ahead()
+    trace_ahead(planner)
 
     def compared() -> tuple[Strategy, ...]:
         return simple_strategies(planner) if compare else ()

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from autoplan.border_seconds import actions_s, sent_s
 from autoplan.costs import Pricer
 from autoplan.deferral import stage_backward
 from autoplan.frontiers import Decision
@@ -211,10 +212,10 @@ def _stage_transfer_s(
     is_sliced = decisions[spans[stage][0]].is_sequence_parallel
     seconds = 0.0
     if stage > 0:
-        seconds += pricer.sent_s(setting, spans[stage][0], stage - 1, is_sliced)
+        seconds += sent_s(pricer, setting, spans[stage][0], stage - 1, is_sliced)
     if stage < len(spans) - 1:
-        seconds += pricer.sent_s(setting, spans[stage + 1][0], stage, is_sliced)
-    return seconds + pricer.actions_s(setting)
+        seconds += sent_s(pricer, setting, spans[stage + 1][0], stage, is_sliced)
+    return seconds + actions_s(pricer, setting)
 
 
 def _summed(parts: Iterable[dict[str, float]]) -> dict[str, float]:

@@ -10,16 +10,11 @@ level 1 (`autoplan.setting_solver`).
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import nn
-
-from autoplan.autocast import check_autocast, choose_precision, dtype_of
-from autoplan.batches import batch_rows
+from autoplan.autocast import dtype_of
 from autoplan.bounds import (
     LeastCalls,
     blocks_bound,
@@ -27,27 +22,21 @@ from autoplan.bounds import (
     ops_bound,
     static_reason,
 )
-from autoplan.capturer import LossFn
 from autoplan.cluster import Cluster
-from autoplan.compat import has_autograd_threads
 from autoplan.conventions import Convention
 from autoplan.costs import Pricer
 from autoplan.deferral import splits
 from autoplan.errors import TraceError
-from autoplan.exporter import import_export
 from autoplan.frontiers import Decision, Frontiers
 from autoplan.graph import ParameterTrace, Trace
 from autoplan.interleaving import Alike, alike_run
 from autoplan.limits import Limits, constraint_texts
-from autoplan.offload import check_offload
-from autoplan.optimizers import Optimizer
+from autoplan.model_traces import ModelTraces
 from autoplan.plan import Plan, SearchRecord, Simpler
 from autoplan.plan_prices import plan_lookups, plan_price
 from autoplan.plan_writer import write_plan
-from autoplan.program_pickles import packed, unpacked
-from autoplan.scaling import interpolate
 from autoplan.search.candidates import Candidate
-from autoplan.search.forks import Beside, usable_cores
+from autoplan.search.forks import usable_cores
 from autoplan.search.mesh import MeshResult, Progress, search_settings
 from autoplan.search.problem import PipelineSolution
 from autoplan.setting_problem import pipeline_problem, variants
@@ -61,15 +50,13 @@ from autoplan.settings import (
     settings_of,
 )
 from autoplan.stage_ends import most_stages
-from autoplan.tracer import recent_program, remember, trace
+from autoplan.training_job import TrainingJob
 from autoplan.walked_plans import memory_refinement
 
 __all__ = ["Planner", "make_planner"]
 
-_TRACED_ROWS = (2, 4)
 _FRONTIER_ROWS = (1, 4)
 _WORTH_A_PROCESS_S = 0.2
-_WORTH_A_PROCESS_MODULES = 50  # smaller models take less than starting one
 _MOST_WORKERS = 8
 
 
@@ -78,10 +65,7 @@ class Planner:
     """Everything of one planning problem: model, batch, cluster, workload, and caches.
 
     Attributes:
-        model: on any device, `meta` too.
-        batch: example input, see `autoplan.capturer.capture`.
-        loss_fn: likewise.
-        batch_dim: likewise.
+        traces: of the model and its batch.
         cluster: the devices.
         workload: batch size, optimizer, precision.
         pins: settings that are fixed.
@@ -89,9 +73,7 @@ class Planner:
         even_cuts: give every stage the same number of blocks, to compare with what is usual.
         name: of the model, for reports.
         frontiers: solves the problems of block classes.
-        trace_time_s: seconds spent in capture.
         ops_bounds: cache of `autoplan.bounds.ops_bound`.
-        unusable: options that no plan may use: block class, op, axis.
         workers: processes that trace and search; None: as many as there are cores. Plans do not
             depend on it.
         posed: cache of `autoplan.setting_solver`.
@@ -99,27 +81,18 @@ class Planner:
         fewest_rows: of a micro-batch that the model can run on; found with the smallest trace.
     """
 
-    model: nn.Module
-    batch: Any
-    loss_fn: LossFn | None
+    traces: ModelTraces
     cluster: Cluster
     workload: Workload
     pins: Mapping[str, Any]
     name: str
-    batch_dim: Any = 0
     limits: Limits = NO_LIMITS
     even_cuts: bool = False
     frontiers: Frontiers = field(default_factory=Frontiers)
-    trace_time_s: float = 0.0
-    _traces: dict[int, Trace] = field(default_factory=dict)
-    _exact: MutableMapping[int, Trace] = field(default_factory=dict)
     _pricers: dict[int, Pricer] = field(default_factory=dict)
     _alike: dict[int, Alike] = field(default_factory=dict)
     ops_bounds: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
-    unusable: frozenset[tuple[str, str, str]] = frozenset()
     workers: int | None = None
-    _elsewhere: dict[int, bytes | None] = field(default_factory=dict)
-    _usable: dict[int, Trace] = field(default_factory=dict)
     posed: dict[tuple[Setting, Convention, bool, bool], Posed] = field(default_factory=dict)
     least: dict[tuple[Setting, Convention], LeastCalls] = field(default_factory=dict)
     borders_s: dict[tuple[object, ...], list[float]] = field(default_factory=dict)
@@ -128,133 +101,22 @@ class Planner:
     fewest_rows: int = 1
 
     def trace(self, microbatch_size: int) -> Trace:
-        """Return the trace for a micro-batch size; others follow from those of 2 and 4 rows."""
-        if microbatch_size not in self._traces:
-            found = None
-            if self._follows(microbatch_size):
-                low, high = (self.exact_trace(rows) for rows in _TRACED_ROWS)
-                found = interpolate(low, high, microbatch_size)
-            self._traces[microbatch_size] = found or self.exact_trace(microbatch_size)
-        return self._traces[microbatch_size]
+        """Return the trace for a micro-batch size, as `ModelTraces.of`."""
+        return self.traces.of(microbatch_size, self.most_rows())
 
-    def _follows(self, microbatch_size: int) -> bool:
-        """Return whether a size is above those traced, or between two that others need too."""
-        is_between = microbatch_size == 3 and self._most_rows() > microbatch_size
-        return microbatch_size > _TRACED_ROWS[1] or is_between
-
-    def _most_rows(self) -> int:
+    def most_rows(self) -> int:
         """Return the most rows that a micro-batch may have."""
         if "microbatch_size" in self.pins:
             return int(self.pins["microbatch_size"])
         return self.workload.global_batch_size // int(self.pins.get("dp", 1))
 
-    def exact_trace(self, microbatch_size: int) -> Trace:
-        """Return the trace of the program captured at a micro-batch size; each is made once."""
-        if microbatch_size not in self._usable:
-            found = self._captured(microbatch_size)
-            self._usable[microbatch_size] = found.without(self.unusable)
-        return self._usable[microbatch_size]
-
-    def _captured(self, microbatch_size: int) -> Trace:
-        if microbatch_size not in self._exact:
-            start = time.perf_counter()
-            self._exact[microbatch_size] = self._capture(microbatch_size)
-            self.trace_time_s += time.perf_counter() - start
-        return self._exact[microbatch_size]
-
-    def _capture(self, microbatch_size: int) -> Trace:
-        return trace(
-            self.model,
-            self.batch,
-            self.loss_fn,
-            microbatch_size=microbatch_size,
-            batch_dim=self.batch_dim,
-            autocast=dtype_of(self.workload.autocast),
-            backend="cpu" if self.cluster.is_cpu else "cuda",
-        )
-
-    def trace_ahead(self) -> None:
-        """Trace the sizes that settings need, the larger ones in a process beside this one.
-
-        Which settings there are follows from the smallest trace. The process starts before that is
-        there, so what it finds may not be needed. This one prepares the search while it waits.
-        """
-        beside = self._traced_beside()
-        try:
-            settings = self.settings()
-            sizes = {setting.microbatch_size for setting in settings}
-            if not beside and has_autograd_threads():
-                # A process that is forked for the search could not trace what is missing.
-                for size in sorted(sizes):
-                    self.trace(size)
-            if not beside or max(sizes) == 1:
-                return
-            self._look_ahead(settings, lambda: all(one.is_done() for one in beside))
-            begun = time.perf_counter()
-            for one in beside:
-                for rows, (found, program) in one.result().items():
-                    self._exact[rows] = found
-                    self._elsewhere[rows] = program
-            self.trace_time_s += time.perf_counter() - begun
-        finally:
-            for one in beside:
-                one.end()
-
-    def _traced_beside(self) -> list[Beside[dict[int, tuple[Trace, bytes | None]]]]:
-        """Start to trace larger sizes in processes of their own, where it is worth it."""
-        most = self._most_rows()
-        missing = [rows for rows in _TRACED_ROWS if rows <= most and rows not in self._exact]
-        is_large = sum(1 for _ in self.model.modules()) > _WORTH_A_PROCESS_MODULES
-        if not missing or not is_large or "microbatch_size" in self.pins or self.num_workers() == 1:
-            return []
-        if has_autograd_threads():
-            return []
-        import_export()
-        count = min(self.num_workers() - 1, len(missing))
-        shares = [missing[index::count] for index in range(count)]
-        return [
-            Beside(lambda share=share: {rows: self._to_send(rows) for rows in share})  # type: ignore[misc]
-            for share in shares
-        ]
-
-    def _to_send(self, microbatch_size: int) -> tuple[Trace, bytes | None]:
-        """Return a trace and its program in the form in which another process can read it."""
-        found = self._capture(microbatch_size)
-        program = recent_program(found.fingerprint)
-        return found, packed(program) if program is not None else None
-
-    def _take_program(self, microbatch_size: int) -> None:
-        """Have the program of a size at hand, by which the layouts of a plan are checked."""
-        if microbatch_size not in self._elsewhere:
-            return
-        sent = self._elsewhere.pop(microbatch_size)
-        program = unpacked(sent, self._exact[microbatch_size].fingerprint)
-        if program is not None:
-            remember(program)
-        else:
-            self._capture(microbatch_size)
-
-    def _look_ahead(self, settings: Sequence[Setting], is_over: Callable[[], bool]) -> None:
-        """Bound settings of what is traced, as the search will, until something is over."""
-        ready = [setting for setting in settings if setting.microbatch_size in self._exact]
-        for bound in (ops_bound, blocks_bound, frontiers_bound):
-            for setting in sorted(ready, key=lambda one: ops_bound(self, one)):
-                if is_over():
-                    return
-                if static_reason(self, setting) is None:
-                    bound(self, setting)
-
     def wants_processes(self) -> bool:
         """Return whether there are several, and the model takes so long that they are worth it."""
-        return self.num_workers() > 1 and self.trace_time_s > _WORTH_A_PROCESS_S
+        return self.num_workers() > 1 and self.traces.trace_time_s > _WORTH_A_PROCESS_S
 
     def num_workers(self) -> int:
         """Return how many processes may work at once."""
         return min(usable_cores(), self.workers or _MOST_WORKERS)
-
-    def share_traces(self, traces: MutableMapping[int, Trace]) -> None:
-        """Take traces of the same model and batch from a mapping, and add to it."""
-        self._exact = traces
 
     def pricer(self, microbatch_size: int) -> Pricer:
         """Return the pricer for a micro-batch size.
@@ -295,8 +157,7 @@ class Planner:
 
     def without(self, options: Collection[tuple[str, str, str]]) -> Planner:
         """Return the same problem without some options: block class, op, axis."""
-        unusable = self.unusable | set(options)
-        return self.unpriced(unusable=unusable, _usable={}, _traces={})
+        return self.unpriced(traces=self.traces.without(options))
 
     def unpriced(self, **changes: Any) -> Planner:
         """Return the same problem with changes, without anything that was priced."""
@@ -349,11 +210,11 @@ class Planner:
         try:
             return self.trace(size)
         except TraceError:
-            if size > 1 or "microbatch_size" in self.pins or self._most_rows() < 2:
+            if size > 1 or "microbatch_size" in self.pins or self.most_rows() < 2:
                 raise
             with contextlib.suppress(TraceError):
                 found = self.trace(2)
-                most = self.limits.within.get("microbatch_size", (1, self._most_rows()))[1]
+                most = self.limits.within.get("microbatch_size", (1, self.most_rows()))[1]
                 within = {**self.limits.within, "microbatch_size": (2, max(2, most))}
                 self.limits = replace(self.limits, within=within)
                 self.fewest_rows = 2
@@ -436,9 +297,9 @@ class Planner:
         simpler: tuple[Simpler, ...] = (),
     ) -> Plan:
         """Return the plan of decided cuts and options, with its exact price."""
-        exact = self.exact_trace(setting.microbatch_size)
+        exact = self.traces.exact(setting.microbatch_size)
         if setting.tp > 1:
-            self._take_program(setting.microbatch_size)
+            self.traces.recall_program(setting.microbatch_size)
         pricer = self.pricer(setting.microbatch_size).of(exact)
         price = plan_price(pricer, setting, ends, decisions)
         plan = write_plan(
@@ -453,7 +314,7 @@ class Planner:
             model_name=self.name,
             lookups=plan_lookups(pricer, setting, ends, decisions),
         )
-        return replace(plan, attached=(self.batch, self.loss_fn))
+        return replace(plan, attached=(self.traces.batch, self.traces.loss_fn))
 
 
 def _reference_rows(microbatch_size: int) -> int:
@@ -462,62 +323,43 @@ def _reference_rows(microbatch_size: int) -> int:
 
 
 def make_planner(
-    model: nn.Module,
-    cluster: Cluster | str,
-    batch: Any = None,
+    job: TrainingJob,
     *,
-    batch_dim: Any = 0,
-    global_batch_size: int | None = None,
-    optimizer: str | type[torch.optim.Optimizer] = "AdamW",
-    loss_fn: LossFn | None = None,
-    mixed_precision: str = "auto",
-    autocast: torch.dtype | None = None,
-    name: str | None = None,
-    offload: Sequence[str] | str = (),
     pins: Mapping[str, Any] | None = None,
     limits: Limits = NO_LIMITS,
     workers: int | None = None,
 ) -> Planner:
     """Return the planning problem that `optimize` and `estimate` are asked.
 
+    Args:
+        job: what is trained, and where.
+        pins: settings that are fixed, as `autoplan.optimize` takes them.
+        limits: settings that are bounded or forbidden.
+        workers: as in `autoplan.optimize`.
+
     Raises:
         ValueError: a setting has a wrong name or value.
-        TraceError: the model cannot be captured, or has no batch and none can be made.
+        TraceError: the model has no batch and none can be made.
     """
     pins = dict(pins or {})
     check_pins(pins)
-    cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    if batch is None:
-        from autoplan.models import example_batch
-
-        batch = example_batch(model)
-    rows = global_batch_size if global_batch_size is not None else batch_rows(batch, batch_dim)
-    if rows < 1:
-        raise ValueError(f"global_batch_size is {rows}; it must be at least 1")
     if workers is not None and workers < 1:
         raise ValueError(f"workers is {workers}; it must be at least 1, or None for every core")
-    optimizer_name = optimizer if isinstance(optimizer, str) else optimizer.__name__
-    is_gpu = not cluster.is_cpu
-    precision = choose_precision(model, "none" if autocast else mixed_precision, is_gpu)
-    width = 1 if precision == "none" else 2  # master parameters are float32
-    item_bytes = max((p.element_size() for p in model.parameters() if p.requires_grad), default=4)
-    workload = Workload(
-        global_batch_size=rows,
-        optimizer=Optimizer.named(optimizer_name, is_foreach=is_gpu, item_bytes=width * item_bytes),
-        mixed_precision=precision,
-        autocast=check_autocast(model, autocast, mixed_precision),
-        parameter_bytes_per_traced_byte=width,
-        offload=check_offload(offload, cluster),
-    )
+    cluster, batch = job.devices(), job.example()
+    workload = job.workload(cluster, batch)
     return Planner(
-        model=model,
-        batch=batch,
-        loss_fn=loss_fn,
+        traces=ModelTraces(
+            model=job.model,
+            batch=batch,
+            loss_fn=job.loss_fn,
+            batch_dim=job.batch_dim,
+            autocast=dtype_of(workload.autocast),
+            backend="cpu" if cluster.is_cpu else "cuda",
+        ),
         cluster=cluster,
         workload=workload,
         pins=pins,
         limits=limits,
         workers=workers,
-        name=name or type(model).__name__,
-        batch_dim=batch_dim,
+        name=job.name or type(job.model).__name__,
     )

@@ -45,7 +45,8 @@ class Question:
     @classmethod
     def of(cls, planner: Planner) -> Question:
         """Return the question of a planner."""
-        return cls(replace(planner, model=nn.Identity()), weakref.ref(planner.model))
+        gone = replace(planner.traces, model=nn.Identity())
+        return cls(replace(planner, traces=gone), weakref.ref(planner.traces.model))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Copy and pickle as None: a copy of a plan answers from its record."""
@@ -58,7 +59,7 @@ class Question:
             return None
         changed = replace(
             self.planner,
-            model=model,
+            traces=replace(self.planner.traces, model=model),
             pins={**self.planner.pins, **settings},
             ops_bounds={},
             posed={},

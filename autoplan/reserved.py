@@ -10,7 +10,7 @@ from autoplan.costs import Pricer
 from autoplan.expert_parallel import expert_states
 from autoplan.frontiers import Decision
 from autoplan.liveness import block_events
-from autoplan.local import LocalBlock
+from autoplan.local_blocks import LocalBlock
 from autoplan.losses import logits_bytes, loss_of
 from autoplan.replay import Reserved, replayed
 from autoplan.replay_groups import OutputCast, Parameter, ReplayedBlock

@@ -85,7 +85,7 @@ def call_bytes(
     """Return what a call holds by the linear memory; `live` as in `block_options`."""
     kind = pricer.trace.calls[call].block
     table, is_glue = pricer.table(kind, decisions, setting.tp), pricer.trace.blocks[kind].is_glue
-    groups = pricer.own_groups(call, decisions, setting)
+    groups = pricer.groups.own_of_each(call, table, setting)
     optimizer = pricer.workload.optimizer
     wrapped = uses_fsdp(setting, pricer.workload.mixed_precision != "none")
     static = [static_bytes(group, setting, optimizer) for group in groups.distinct]
@@ -149,10 +149,11 @@ def _least_of(
     pricer: Pricer, call: int, decisions: Sequence[Decision], setting: Setting
 ) -> BlockOption:
     seconds = pricer.seconds(call, decisions, setting)
+    table = pricer.table(pricer.trace.calls[call].block, decisions, setting.tp)
     both = zip(seconds.forward_s.tolist(), seconds.backward_s.tolist(), strict=True)
     static = [
         held.parameters + held.optimizer
-        for group in pricer.own_groups(call, decisions, setting).distinct
+        for group in pricer.groups.own_of_each(call, table, setting).distinct
         for held in (static_bytes(group, setting, pricer.workload.optimizer),)
     ]
     return BlockOption(
@@ -203,4 +204,4 @@ def _shared(pricer: Pricer, call: int, setting: Setting) -> frozenset[str]:
 
     With several stages the cuts decide.
     """
-    return pricer.shared_before(call) if setting.pp == 1 else frozenset()
+    return pricer.groups.shared_before(call) if setting.pp == 1 else frozenset()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from autoplan.border_seconds import actions_s, boundary_s, sent_s
 from autoplan.cluster import Cluster
 from autoplan.conventions import WHOLE, Convention
 from autoplan.costs import Pricer
@@ -334,13 +335,13 @@ def _pipeline(
     fixed, boundary = [], []
     crossing_s: tuple[float, ...] = ()
     v = setting.virtual_stages
-    own_s = [pricer.actions_s(setting)] * setting.pp
+    own_s = [actions_s(pricer, setting)] * setting.pp
     if v > 1:  # stages are cut between alike blocks, where the same crosses everywhere
         run = planner.alike_run(setting.microbatch_size).calls
         own_s = borders_s(pricer, setting, run.start + 1, is_sliced)
     elif setting.pp > 1:
         cuts = range(1, num_calls)
-        crossing_s = tuple(pricer.boundary_s(setting, cut, is_sliced=is_sliced) for cut in cuts)
+        crossing_s = tuple(boundary_s(pricer, setting, cut, is_sliced=is_sliced) for cut in cuts)
     for stage in range(setting.pp):
         transfer = crossing * v * _transfer_copies(setting, stage, live[stage])
         nbytes = side * v * live[stage] + batch_bytes(pricer.trace, setting) + transfer
@@ -367,12 +368,12 @@ def _pipeline(
 def borders_s(pricer: Pricer, setting: Setting, cut: int, is_sliced: bool) -> list[float]:
     """Return seconds that each rank passes at its borders with a micro-batch, all like one cut."""
     pp, v = setting.pp, setting.virtual_stages
-    sends = [pricer.sent_s(setting, cut, rank, is_sliced) for rank in range(pp)]
+    sends = [sent_s(pricer, setting, cut, rank, is_sliced) for rank in range(pp)]
     around = sends[-1] * (v - 1)  # from the last rank to the first one's later stages
     return [
         (sends[rank] * v if rank < pp - 1 else around)
         + (sends[rank - 1] * v if rank > 0 else around)
-        + v * pricer.actions_s(setting)
+        + v * actions_s(pricer, setting)
         for rank in range(pp)
     ]
 

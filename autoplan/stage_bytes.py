@@ -45,7 +45,7 @@ def stage_block(
     """Return a call as the memory model reads it.
 
     Args:
-        call, decision, setting, held: as in `group`.
+        call, decision, setting, held: as in `ParameterGroups.of`.
         values: activations that earlier calls of the stage keep, to count each once; those that
             this call keeps are added. None: this call counts all that it keeps.
     """
@@ -54,7 +54,7 @@ def stage_block(
     return StageBlock(
         memory=work.memory,
         accumulating=work.accumulating,
-        group=pricer.group(call, decision, setting, held),
+        group=pricer.groups.of(call, decision, setting, held),
         is_glue=pricer.trace.blocks[block].is_glue,
         input_bytes=sum(work.local.inputs.values()),
         shared_bytes=0 if values is None else _shared_bytes(pricer.trace, call, work, values),
@@ -216,7 +216,7 @@ def standing_bytes(
         nbytes += engine.bucket_elements * _COMPUTED_BYTES
     if setting.zero_stage == 3 and engine.accumulates_whole:
         held: set[str] = set()
-        groups = [pricer.group(c, decisions[c], setting, held) for c in calls]
+        groups = [pricer.groups.of(c, decisions[c], setting, held) for c in calls]
         nbytes += sum(group.gathered for group in groups)
     return nbytes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autoplan.border_seconds import action_s, sent_s
 from autoplan.call_prices import host_seconds, overlaps, zero_seconds
 from autoplan.costs import Pricer
 from autoplan.deferral import stage_backward
@@ -43,7 +44,7 @@ def plan_costs(
             )
             for c, nbytes in zip(calls, sizes, strict=True)
         ]
-        own[0] = _with_action(own[0], pricer.action_s(setting), setting)
+        own[0] = _with_action(own[0], action_s(pricer, setting), setting)
         blocks = tuple(
             _named(names, _title(pricer, c), block) for c, block in zip(calls, own, strict=True)
         )
@@ -52,7 +53,7 @@ def plan_costs(
         stages.append(
             StageCosts(
                 blocks=blocks,
-                send_s=pricer.sent_s(setting, calls[-1] + 1, stage, is_sliced)
+                send_s=sent_s(pricer, setting, calls[-1] + 1, stage, is_sliced)
                 if stage < len(spans) - 1
                 else 0.0,
                 side_bytes=part.side,
@@ -103,8 +104,8 @@ def _seconds(
     """
     block = pricer.trace.calls[call].block
     base = pricer.base(block, decision, setting.tp)
-    group = pricer.own_group(call, decision, setting)
-    timer = pricer.timer(setting.tp)
+    group = pricer.groups.own(call, decision, setting)
+    timer = pricer.layouts.timer(setting.tp)
     gather_s, reduce_s = zero_seconds(group, setting, pricer.workload, timer)
     host_forward_s, host_backward_s = host_seconds(
         base, group, setting, pricer.workload, pricer.cluster, sum(pricer.split_s(base, setting))

@@ -15,7 +15,7 @@ from autoplan.cluster import Cluster
 from autoplan.errors import ProfileError
 from autoplan.expert_parallel import EXCHANGE, UNDIVIDED, ExpertParallel
 from autoplan.graph import Gemm, OpTrace, ShardOption
-from autoplan.local import LocalOp
+from autoplan.local_blocks import LocalOp
 from autoplan.op_classes import class_point
 from autoplan.profiles.device import DeviceProfile
 from autoplan.profiles.host import HostSeconds

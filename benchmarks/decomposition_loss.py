@@ -36,6 +36,7 @@ from autoplan.search.frontier import covering_points, whole_frontier
 from autoplan.search.problem import ChoiceProblem
 from autoplan.tensor_layout import Border, Borders, boundary_of
 from autoplan.times import Timer
+from autoplan.training_job import TrainingJob
 
 __all__ = ["chained", "largest_loss", "loss_rows", "mixed"]
 
@@ -104,7 +105,9 @@ def loss_rows(
 ) -> list[dict[str, Any]]:
     """Return the losses of the most frequent block class of a preset, per degree and mode."""
     loaded = load_model(name, seq=seq)
-    planner = make_planner(loaded.model, "1x8:a100_sxm_80gb", loaded.batch, global_batch_size=8)
+    planner = make_planner(
+        TrainingJob(loaded.model, "1x8:a100_sxm_80gb", loaded.batch, global_batch_size=8)
+    )
     pricer = planner.pricer(1)
     uses = Counter(call.block for call in pricer.trace.calls)
     block = pricer.trace.blocks[uses.most_common(1)[0][0]]
@@ -112,7 +115,7 @@ def loss_rows(
     for degree in degrees:
         for region in (False, True):
             rows.append({"model": name, "tp": degree, "region": region})
-            rows[-1] |= _losses(block, pricer.timer(degree), region)
+            rows[-1] |= _losses(block, pricer.layouts.timer(degree), region)
     return rows
 
 

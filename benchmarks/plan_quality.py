@@ -44,6 +44,7 @@ from autoplan.search.frontier import frontier_cover
 from autoplan.search.problem import ChoiceProblem
 from autoplan.tensor_layout import WHOLE_BORDERS, Borders
 from autoplan.times import Timer
+from autoplan.training_job import TrainingJob
 from autoplan.units import format_bytes
 from benchmarks.published_quality import is_beaten, published_rows, shown
 
@@ -192,16 +193,18 @@ def ablation_row(
     """
     started = time.process_time()
     planner = make_planner(
-        loaded.model,
-        cluster,
-        loaded.batch,
-        loss_fn=loaded.loss_fn,
-        global_batch_size=_ROWS_PER_DEVICE * cluster.world_size,
-        name=name,
+        TrainingJob(
+            loaded.model,
+            cluster,
+            loaded.batch,
+            loss_fn=loaded.loss_fn,
+            global_batch_size=_ROWS_PER_DEVICE * cluster.world_size,
+            name=name,
+        ),
         workers=workers,
     )
     if traces is not None:
-        planner.share_traces(traces)
+        planner.traces.captured = traces
     ratios: dict[str, float | None] = {}
     reasons: dict[str, str] = {}
     joint, reasons["joint"] = _fastest(VARIANTS["joint"](planner))

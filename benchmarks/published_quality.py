@@ -34,6 +34,7 @@ from autoplan.optimizing import find_plan
 from autoplan.plan import Plan
 from autoplan.planner import make_planner
 from autoplan.report import table
+from autoplan.training_job import TrainingJob
 from benchmarks.published_files import rows_of, texts_of
 from benchmarks.published_models import Decoder, Shape, batch_of
 from benchmarks.published_rows import Configuration, Skipped, configurations
@@ -173,8 +174,10 @@ def compared(problem: Problem, published: Sequence[Published]) -> list[dict[str,
         "mixed_precision": problem.mixed_precision,
     }
     offload = () if problem.offload == "none" else (problem.offload,)
-    planner = make_planner(model, problem.cluster, batch, offload=offload, workers=1, **own)
-    planner.share_traces(traces)
+    planner = make_planner(
+        TrainingJob(model, problem.cluster, batch, offload=offload, **own), workers=1
+    )
+    planner.traces.captured = traces
     plan = find_plan(planner, _TIME_LIMIT_S, compare=False)
     rows = []
     for one in published:

@@ -131,22 +131,25 @@ def measure(case: Case) -> dict[str, Any]:
     """Plan a case in this process; return seconds, the peak memory, and how far it is proven."""
     from autoplan.optimizing import find_plan
     from autoplan.planner import make_planner
+    from autoplan.training_job import TrainingJob
 
     loaded = case.build()
     started, cpu = time.perf_counter(), time.process_time()
     planner = make_planner(
-        loaded.model,
-        case.cluster,
-        loaded.batch,
-        global_batch_size=case.global_batch_size,
-        loss_fn=loaded.loss_fn,
-        name=loaded.name,
+        TrainingJob(
+            loaded.model,
+            case.cluster,
+            loaded.batch,
+            global_batch_size=case.global_batch_size,
+            loss_fn=loaded.loss_fn,
+            name=loaded.name,
+        )
     )
     plan = find_plan(planner)
     return {
         "plan_s": round(time.perf_counter() - started, 2),
         "cpu_s": round(time.process_time() - cpu, 2),
-        "trace_s": round(planner.trace_time_s, 2),
+        "trace_s": round(planner.traces.trace_time_s, 2),
         "search_s": round(plan.search.wall_time_s, 2),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "status": plan.search.status,

@@ -25,6 +25,7 @@ from autoplan.graph import (
     Trace,
     ValueTrace,
 )
+from autoplan.model_traces import ModelTraces
 from autoplan.optimizers import Optimizer
 from autoplan.planner import Planner
 from autoplan.settings import Workload
@@ -127,14 +128,16 @@ def planner_of(
     """Return the planner of a chain: its exact traces are given, so that it captures nothing."""
     sizes = range(1, workload.global_batch_size + 1)
     return Planner(
-        model=nn.Identity(),
-        batch=None,
-        loss_fn=None,
+        traces=ModelTraces(
+            model=nn.Identity(),
+            batch=None,
+            loss_fn=None,
+            captured={rows: small_trace(spec, rows) for rows in sizes},
+        ),
         cluster=cluster,
         workload=workload,
         pins=dict(pins or {}),
         name="Chain",
-        _exact={rows: small_trace(spec, rows) for rows in sizes},
     )
 
 

@@ -13,6 +13,7 @@ from autoplan.graph import BlockTrace
 from autoplan.planner import Planner, make_planner
 from autoplan.search.frontier import whole_frontier
 from autoplan.tensor_layout import Border, Borders
+from autoplan.training_job import TrainingJob
 from tests.models import MODELS, TOKENS
 
 TICK_S = 1e-9
@@ -22,7 +23,9 @@ def planner_of(name: str) -> Planner:
     """Return the planning problem of a small model on devices whose collectives are dear."""
     ids = torch.zeros(8, TOKENS, dtype=torch.long)
     batch = {"labels": ids, "ids" if name.startswith("gpt_") else "input_ids": ids}
-    return make_planner(MODELS[name](), "1x4:h100_sxm_80gb", batch, mixed_precision="none")
+    return make_planner(
+        TrainingJob(MODELS[name](), "1x4:h100_sxm_80gb", batch, mixed_precision="none")
+    )
 
 
 def num_roundings(block: BlockTrace) -> int:
@@ -40,8 +43,8 @@ def test_times_of_a_frontier_without_recomputation_are_the_prices_of_its_decisio
         for index, block in enumerate(pricer.trace.blocks):
             model = ChoiceModel(
                 block,
-                pricer.timer(degree),
-                pricer.whole_states(index),
+                pricer.layouts.timer(degree),
+                pricer.layouts.whole_states(index),
                 region=False,
             )
             fixed = model.fixed[model.nearest(borders)]

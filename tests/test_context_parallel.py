@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,8 @@ from autoplan.engines import AUTOPLAN, ContextExchange
 from autoplan.errors import PlanError
 from autoplan.graph import BlockTrace, OpTrace, ShardOption, Trace
 from autoplan.liveness import block_memory
-from autoplan.local import LocalBlock, localize
+from autoplan.local import localize
+from autoplan.local_blocks import LocalBlock
 from autoplan.optimizers import Optimizer
 from autoplan.plan import Recompute
 from autoplan.profiles.link import LinkProfile
@@ -221,15 +223,17 @@ def test_no_context_parallelism_is_a_degree_of_one() -> None:
 
 
 class Mixing(nn.Module):
-    """Sums over the positions before."""
+    """Reads activations in some way before attention."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
+        self.read = read
         self.table = nn.Embedding(16, 8)
         self.head = nn.Linear(8, 16)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        hidden = self.table(tokens).cumsum(1)
+        hidden = self.table(tokens)
+        hidden = hidden + self.read(hidden)
         hidden = nn.functional.scaled_dot_product_attention(hidden, hidden, hidden)
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
@@ -257,12 +261,43 @@ def test_what_cannot_be_run_on_parts_of_sequences_says_why(
         estimated(own, "1x2:a100", **options)
 
 
-def test_an_op_that_mixes_positions_is_named() -> None:
+def price_of(read: Callable[[torch.Tensor], torch.Tensor]) -> autoplan.Estimate:
     batch = {key: torch.zeros(1, 8, dtype=torch.int64) for key in ("tokens", "labels")}
-    with pytest.raises(ValueError, match=r"aten.cumsum.default .* mixes positions"):
-        autoplan.estimate(
-            Mixing(), "1x2:a100", batch, global_batch_size=2, dp=1, context_parallel=2
-        )
+    return autoplan.estimate(
+        Mixing(read), "1x2:a100", batch, global_batch_size=2, dp=1, context_parallel=2
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("cumsum.default", lambda hidden: hidden.cumsum(1)),
+        ("mean.dim", lambda hidden: hidden.mean(1, keepdim=True)),
+        ("max.dim", lambda hidden: hidden.max(1, keepdim=True).values),
+        ("max.dim", lambda hidden: hidden.max(1).values.unsqueeze(1)),
+        ("sort.default", lambda hidden: hidden.sort(1).values),
+        ("topk.default", lambda hidden: hidden.topk(1, 1).values),
+    ],
+)
+def test_an_op_that_mixes_positions_is_named(
+    name: str, read: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    with pytest.raises(ValueError, match=rf"aten.{name} .* mixes positions"):
+        price_of(read)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda hidden: hidden.max(2, keepdim=True).values,
+        lambda hidden: hidden.sort(2).values,
+        lambda hidden: hidden.topk(1, 2).values,
+    ],
+)
+def test_features_may_be_chosen_at_each_position(
+    read: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    assert price_of(read).context_parallel == 2
 
 
 def test_a_batch_is_cut_along_its_positions() -> None:

@@ -16,6 +16,7 @@ from autoplan.framework_configs import framework_config
 from autoplan.optimizing import find_plan
 from autoplan.plan import Plan
 from autoplan.planner import Planner, make_planner
+from autoplan.training_job import TrainingJob
 from autoplan.verifier import verify_plan
 from examples.gpt import GPT, GPTConfig, loss_fn
 from tests.models_for_tests import TinyGPT, mean_square
@@ -49,7 +50,9 @@ class Repeated(nn.Module):
 def planner_of(model: nn.Module, batch: torch.Tensor, **pins: int) -> Planner:
     """Return the planning problem on four GPUs."""
     pins = {"microbatch_size": 1, **pins}
-    return make_planner(model, "1x4:h100_sxm_80gb", batch, loss_fn=mean_square, pins=pins)
+    return make_planner(
+        TrainingJob(model, "1x4:h100_sxm_80gb", batch, loss_fn=mean_square), pins=pins
+    )
 
 
 def sliced(pricer: Pricer, degree: int) -> Iterator[set[str]]:
@@ -89,7 +92,8 @@ def test_every_decision_under_a_convention_stores_shared_states_as_it_says() -> 
     pricer = planner_of(TinyGPT(), torch.zeros(4, 16, dtype=torch.long)).pricer(1)
     for convention in pricer.conventions(2):
         for block in range(len(pricer.trace.blocks)):
-            wanted = dict.fromkeys(pricer.whole_states(block), "R") | dict(convention.of(block))
+            shared = pricer.layouts.whole_states(block)
+            wanted = dict.fromkeys(shared, "R") | dict(convention.of(block))
             for decision in pricer.decisions(block, 2, convention):
                 stored = pricer.base(block, decision, 2).local.state_placements
                 assert {name: stored[name] for name in wanted} == wanted
@@ -103,7 +107,9 @@ def tied_plan() -> tuple[Planner, Plan]:
         model = GPT(config).bfloat16()
         batch = {"input_ids": torch.zeros(4, 1024, dtype=torch.long)}
     pins = {"tp": 4, "microbatch_size": 1}
-    planner = make_planner(model, "1x4:h100_sxm_80gb", batch, loss_fn=loss_fn, pins=pins)
+    planner = make_planner(
+        TrainingJob(model, "1x4:h100_sxm_80gb", batch, loss_fn=loss_fn), pins=pins
+    )
     return planner, find_plan(planner, compare=False)
 
 

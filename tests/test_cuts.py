@@ -10,6 +10,7 @@ from autoplan.optimizing import find_plan
 from autoplan.planner import make_planner
 from autoplan.profiles.device import DeviceProfile
 from autoplan.profiles.link import LinkProfile
+from autoplan.training_job import TrainingJob
 from tests.models_for_tests import LinearChain
 from tests.reported_models import SmallUNet
 
@@ -46,10 +47,12 @@ def test_a_head_worth_four_layers_is_cut_where_the_stages_balance(
 ) -> None:
     """A layer takes 6 units, the first 4 (its input has no gradient), the head 24."""
     planner = make_planner(
-        LinearChain(WIDTH, LAYERS),
-        devices(pp, 1e12, 1e16),
-        torch.randn(8 * ROWS, WIDTH),
-        loss_fn=lambda out: (out - 1).square().mean(),
+        TrainingJob(
+            LinearChain(WIDTH, LAYERS),
+            devices(pp, 1e12, 1e16),
+            torch.randn(8 * ROWS, WIDTH),
+            loss_fn=lambda out: (out - 1).square().mean(),
+        ),
         pins={"pp": pp, "num_microbatches": 8},
     )
     plan = find_plan(planner)
@@ -66,10 +69,7 @@ def test_a_head_worth_four_layers_is_cut_where_the_stages_balance(
 def test_over_a_slow_link_the_cut_is_where_the_fewest_bytes_cross() -> None:
     """After `up1` 16 KiB of a row cross; after `mid`, where the main path is narrowest, 52 KiB."""
     planner = make_planner(
-        SmallUNet(),
-        devices(2, 1e15, 1e5),
-        SmallUNet.batch(),
-        loss_fn=SmallUNet.loss,
+        TrainingJob(SmallUNet(), devices(2, 1e15, 1e5), SmallUNet.batch(), loss_fn=SmallUNet.loss),
         pins={"pp": 2, "num_microbatches": 4},
     )
     plan = find_plan(planner)

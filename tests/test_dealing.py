@@ -18,6 +18,7 @@ from autoplan.planner import Planner, make_planner
 from autoplan.search.problem import PipelineSolution
 from autoplan.setting_problem import SettingProblem, pipeline_problem, variants
 from autoplan.settings import Setting
+from autoplan.training_job import TrainingJob
 from autoplan.units import to_ticks
 from examples.gpt import GPT, GPTConfig, batch_like, loss_fn
 
@@ -33,7 +34,9 @@ def posed(memory: str) -> tuple[Planner, Setting, SettingProblem]:
     cluster = Cluster.parse("1x2:h100_sxm_80gb").with_memory(memory, reserve_bytes=0)
     pins = {"pp": 2, "tp": 1, "virtual_stages": 2, "microbatch_size": 2, "schedule": "interleaved"}
     batch = batch_like(config, 16, 1024)
-    planner = make_planner(model, cluster, batch, loss_fn=loss_fn, pins=pins, workers=1)
+    planner = make_planner(
+        TrainingJob(model, cluster, batch, loss_fn=loss_fn), pins=pins, workers=1
+    )
     (setting,) = planner.settings()
     pricer = planner.pricer(setting.microbatch_size)
     convention, is_lean = variants(pricer, setting)[0]

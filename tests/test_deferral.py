@@ -10,7 +10,8 @@ from torch import nn
 
 from autoplan.deferral import op_parts, released_bytes, splits, stage_backward
 from autoplan.graph import Trace
-from autoplan.local import LocalBlock, localize
+from autoplan.local import localize
+from autoplan.local_blocks import LocalBlock
 from autoplan.split_backward import reads_again
 from autoplan.tracer import trace
 from examples.gpt import GPT, GPTConfig, batch_like, loss_fn

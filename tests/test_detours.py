@@ -19,6 +19,7 @@ from autoplan.optimizing import find_plan
 from autoplan.plan import Plan
 from autoplan.planner import Planner, make_planner
 from autoplan.tensor_layout import Border
+from autoplan.training_job import TrainingJob
 from autoplan.verifier import verify_plan
 from tests.models import MODELS, TOKENS
 
@@ -52,7 +53,7 @@ def test_a_way_that_is_cheap_to_enter_and_to_leave_gains() -> None:
 def trace_of(name: str) -> Trace:
     ids = torch.zeros(2, TOKENS, dtype=torch.long)
     batch = {"labels": ids, "ids" if name.startswith("gpt_") else "input_ids": ids}
-    return make_planner(MODELS[name](), "1x2:cpu", batch).trace(1)
+    return make_planner(TrainingJob(MODELS[name](), "1x2:cpu", batch)).trace(1)
 
 
 def test_alike_blocks_in_a_row_hand_on_to_each_other_only() -> None:
@@ -79,15 +80,17 @@ def traces() -> dict[int, Trace]:
 def problem(loaded: LoadedModel, traces: dict[int, Trace], memory: str) -> Planner:
     """Return GPT-2 over eight ranks, which twelve heads do not divide by."""
     planner = make_planner(
-        loaded.model,
-        Cluster.parse("1x8:a100_sxm_80gb").with_memory(memory),
-        loaded.batch,
-        global_batch_size=8,
-        loss_fn=loaded.loss_fn,
+        TrainingJob(
+            loaded.model,
+            Cluster.parse("1x8:a100_sxm_80gb").with_memory(memory),
+            loaded.batch,
+            global_batch_size=8,
+            loss_fn=loaded.loss_fn,
+        ),
         pins={"tp": 8, "pp": 1, "microbatch_size": 1},
         workers=1,
     )
-    planner.share_traces(traces)
+    planner.traces.captured = traces
     return planner
 
 
@@ -103,7 +106,7 @@ def test_plans_with_detours_are_never_slower_and_fit(
     for memory in ("2.92GiB", "2.94GiB"):
         planner = problem(loaded, traces, memory)
         plan = find_plan(planner, 60.0, None, False)
-        assert verify_plan(plan, planner.exact_trace(1), planner.cluster) == ()
+        assert verify_plan(plan, planner.traces.exact(1), planner.cluster) == ()
         with monkeypatch.context() as patched:
             patched.setattr(Pricer, "detours", lambda *_: ())
             plain = find_plan(problem(loaded, traces, memory), 60.0, None, False)
@@ -138,11 +141,13 @@ def test_the_bound_of_a_block_counts_the_ends_of_a_detour_as_their_mean(
 def test_a_class_that_is_best_in_slices_of_tokens_makes_no_detour() -> None:
     llama = load_model("llama3-8b", seq=4096)
     planner = make_planner(
-        llama.model,
-        "1x8:h100_sxm_80gb",
-        llama.batch,
-        global_batch_size=8,
-        loss_fn=llama.loss_fn,
+        TrainingJob(
+            llama.model,
+            "1x8:h100_sxm_80gb",
+            llama.batch,
+            global_batch_size=8,
+            loss_fn=llama.loss_fn,
+        ),
         pins={"microbatch_size": 1},
         workers=1,
     )

@@ -11,6 +11,7 @@ from autoplan.cluster import Cluster
 from autoplan.estimating import Estimate, estimate
 from autoplan.optimizing import optimize
 from autoplan.planner import make_planner
+from autoplan.training_job import TrainingJob
 from autoplan.verifier import verify_plan
 from tests.models_for_tests import LinearChain, mean_square
 
@@ -46,8 +47,10 @@ def test_estimate_of_what_was_planned_gives_the_numbers_of_the_plan() -> None:
 def test_estimated_plan_is_priced_and_obeys_the_rules() -> None:
     found = priced(dp=4, zero_stage=3, recompute="full")
     assert found.plan.search.status == "priced"
-    planner = make_planner(LinearChain(width=16, depth=3), CLUSTER, BATCH, loss_fn=mean_square)
-    assert verify_plan(found.plan, planner.exact_trace(1), CLUSTER) == ()
+    planner = make_planner(
+        TrainingJob(LinearChain(width=16, depth=3), CLUSTER, BATCH, loss_fn=mean_square)
+    )
+    assert verify_plan(found.plan, planner.traces.exact(1), CLUSTER) == ()
 
 
 def test_what_does_not_fit_is_priced_and_says_so() -> None:

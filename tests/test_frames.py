@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from autoplan.engines import ENGINES
 from autoplan.frames import with_attention_held
 from autoplan.liveness import block_memory
-from autoplan.local import LocalBlock, localize
+from autoplan.local import localize
+from autoplan.local_blocks import LocalBlock
 from autoplan.meter import StorageMeter
 from autoplan.plan import Recompute
 from autoplan.tracer import trace

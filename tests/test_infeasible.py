@@ -23,6 +23,7 @@ from autoplan.remedies import Trials, conflicting
 from autoplan.search.mesh import Progress
 from autoplan.stage_bytes import rank_memory
 from autoplan.stage_ends import even_stage_ends
+from autoplan.training_job import TrainingJob
 from autoplan.units import format_bytes_up, parse_bytes
 from autoplan.verifier import verify_plan
 from tests.models_for_tests import LinearChain, TinyGPT, mean_square
@@ -101,7 +102,7 @@ def test_more_devices_that_are_named_fit(gpu_error: InfeasibleError) -> None:
     assert cluster.world_size == int(match.group(1)) > 2
     planner = planner_of(CHAIN, cluster, workload_of(4))
     plan = find_plan(planner)
-    assert verify_plan(plan, planner.exact_trace(plan.microbatch_size), cluster) == ()
+    assert verify_plan(plan, planner.traces.exact(plan.microbatch_size), cluster) == ()
 
 
 def test_next_device_of_the_catalog_fits(gpu_error: InfeasibleError) -> None:
@@ -211,7 +212,7 @@ def test_plan_of_least_memory_is_found_where_the_search_is_too_coarse() -> None:
     planner = planner_of(CHAIN, cluster_of("1x2:cpu", need), workload_of(4))
     plan = find_plan(planner)
     assert max(plan.predicted.peak_memory_bytes) <= need
-    assert verify_plan(plan, planner.exact_trace(plan.microbatch_size), planner.cluster) == ()
+    assert verify_plan(plan, planner.traces.exact(plan.microbatch_size), planner.cluster) == ()
 
 
 def test_least_memory_recomputes_where_what_blocks_keep_adds_up() -> None:
@@ -267,9 +268,11 @@ def test_sizes_round_up_so_that_reading_them_back_never_gives_less() -> None:
 def test_heads_that_do_not_divide_leave_attention_whole() -> None:
     batch = torch.randint(50, (4, 16))
     model = TinyGPT(depth=1)
-    planner = make_planner(model, "1x3:cpu", batch, loss_fn=mean_square, pins={"tp": 3, "dp": 1})
+    planner = make_planner(
+        TrainingJob(model, "1x3:cpu", batch, loss_fn=mean_square), pins={"tp": 3, "dp": 1}
+    )
     plan = find_plan(planner, compare=False)
-    trace = planner.exact_trace(plan.microbatch_size)
+    trace = planner.traces.exact(plan.microbatch_size)
     assert verify_plan(plan, trace, planner.cluster) == ()
     ops = {(b.name, op.name): op for b in trace.blocks for op in b.ops}
     for layout in plan.placements.values():
@@ -347,7 +350,7 @@ def test_time_limit_returns_what_is_known_to_fit_with_its_gap() -> None:
     assert plan.search.status == "feasible"
     assert 0 < plan.search.gap < 1
     assert plan.search.bound_s < plan.search.objective_s
-    assert verify_plan(plan, planner.exact_trace(plan.microbatch_size), planner.cluster) == ()
+    assert verify_plan(plan, planner.traces.exact(plan.microbatch_size), planner.cluster) == ()
 
 
 def test_interrupt_after_a_first_plan_returns_it_with_its_gap() -> None:
@@ -360,4 +363,4 @@ def test_interrupt_after_a_first_plan_returns_it_with_its_gap() -> None:
     assert plan.search.status == "feasible"
     assert 0 < plan.search.gap < 1
     assert plan.search.settings["unexplored"] > 0
-    assert verify_plan(plan, planner.exact_trace(plan.microbatch_size), planner.cluster) == ()
+    assert verify_plan(plan, planner.traces.exact(plan.microbatch_size), planner.cluster) == ()

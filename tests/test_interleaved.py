@@ -24,6 +24,7 @@ from autoplan.search.problem import PipelineSolution
 from autoplan.setting_problem import even_ends_of, pipeline_problem
 from autoplan.stage_bytes import rank_memory
 from autoplan.stage_check import check_schedule
+from autoplan.training_job import TrainingJob
 from autoplan.verifier import verify_plan
 from examples.gpt import GPT, GPTConfig, batch_like, loss_fn
 from tests.distributed import run_workers
@@ -56,8 +57,10 @@ def test_a_plan_with_several_stages_a_rank_is_priced_by_rank(options: dict[str, 
     assert len(plan.predicted.peak_memory_bytes) == len(plan.predicted.stage_time_s) == pp
     assert plan.timeline().peak_bytes() == plan.predicted.peak_memory_bytes
     assert Plan.from_json(plan.to_json()) == plan
-    planner = make_planner(LinearChain(width=64, depth=7), CLUSTER, BATCH, loss_fn=mean_square)
-    assert verify_plan(plan, planner.exact_trace(plan.microbatch_size), CLUSTER) == ()
+    planner = make_planner(
+        TrainingJob(LinearChain(width=64, depth=7), CLUSTER, BATCH, loss_fn=mean_square)
+    )
+    assert verify_plan(plan, planner.traces.exact(plan.microbatch_size), CLUSTER) == ()
     assert "on rank" in plan.report() or chunks == 1
 
 
@@ -200,7 +203,9 @@ def test_what_blocks_keep_counts_in_the_search_as_it_does_in_the_walk() -> None:
         model = GPT(replace(config, is_head_tied=False))
     batch = batch_like(config, 16, 1024)
     pins = {"dp": 1, "tp": 1, "pp": 4, "microbatch_size": 2, "virtual_stages": 2}
-    planner = make_planner(model, "1x4:h100_sxm_80gb", batch, loss_fn=loss_fn, pins=pins)
+    planner = make_planner(
+        TrainingJob(model, "1x4:h100_sxm_80gb", batch, loss_fn=loss_fn), pins=pins
+    )
     (setting,) = (s for s in planner.settings() if s.schedule == "interleaved")
     pricer, alike = planner.pricer(2), planner.alike_run(2)
     asked = pipeline_problem(planner, setting)

@@ -26,6 +26,7 @@ from autoplan.profiles.link import LinkProfile
 from autoplan.program import BlockGraph, Op
 from autoplan.sharding import shard_options
 from autoplan.tensor_layout import WHOLE_BORDERS
+from autoplan.training_job import TrainingJob
 from examples.gpt import GPT, GPTConfig, batch_like, loss_fn
 from tests.distributed import run_workers
 from tests.layouts import megatron_axes, prefer_axes, random_axes
@@ -247,7 +248,7 @@ def test_the_search_does_without_an_option_that_is_wrong(
     monkeypatch.setattr(layout_numerics, "_run_all", remember)
     monkeypatch.setattr(layout_numerics, "_checked", {})
     planner = make_planner(
-        model, arithmetic(2), batch_like(config, 1, tokens), loss_fn=loss_fn, pins=pins
+        TrainingJob(model, arithmetic(2), batch_like(config, 1, tokens), loss_fn=loss_fn), pins=pins
     )
     row = "v21_linear"
     monkeypatch.setattr(sharded_ops.RowLinear, "__call__", every_rank_adds)

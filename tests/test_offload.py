@@ -47,7 +47,7 @@ def test_states_go_to_the_host_where_nothing_else_fits(tight: tuple[int, int]) -
     allowed = planner(gpus, memory, offloads=True)
     plan = find_plan(allowed)
     assert (plan.offload, plan.zero_stage) == ("optimizer", 3)
-    assert verify_plan(plan, allowed.exact_trace(plan.microbatch_size), allowed.cluster) == ()
+    assert verify_plan(plan, allowed.traces.exact(plan.microbatch_size), allowed.cluster) == ()
     for parts in plan.predicted.memory_by_category:
         assert parts["parameters"] == parts["optimizer"] == 0
     assert "of each rank's states in host memory" in plan.report()

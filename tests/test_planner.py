@@ -63,7 +63,7 @@ def test_plans_obey_every_rule_and_are_never_slower_than_a_simple_strategy_that_
     assert plan is not None or fitting == []
     if plan is not None:
         assert plan.predicted.step_time_s <= min(fitting, default=math.inf) * (1 + 1e-9)
-        trace = problem.planner().exact_trace(plan.microbatch_size)
+        trace = problem.planner().traces.exact(plan.microbatch_size)
         assert verify_plan(plan, trace, problem.cluster) == ()
         assert plan.search.objective_s == plan.predicted.step_time_s
         assert 0 <= plan.search.bound_s <= plan.search.objective_s

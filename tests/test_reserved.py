@@ -37,6 +37,7 @@ from autoplan.settings import Setting, Workload
 from autoplan.simple import simple_decisions
 from autoplan.stage_ends import even_block_ends
 from autoplan.tracer import trace
+from autoplan.training_job import TrainingJob
 from benchmarks.published_models import Decoder, Shape, batch_of
 from tests.models_for_tests import LinearChain, mean_square
 
@@ -131,13 +132,15 @@ def test_replayed_steps_take_what_the_memory_model_says(
 ) -> None:
     """Tensor by tensor the peak is the same, but for rounding to 512 bytes."""
     planner = make_planner(
-        Decoder.on_meta(SHAPE),
-        CLUSTER,
-        batch_of(SHAPE),
-        global_batch_size=dp * rows,
-        mixed_precision="bfloat16",
+        TrainingJob(
+            Decoder.on_meta(SHAPE),
+            CLUSTER,
+            batch_of(SHAPE),
+            global_batch_size=dp * rows,
+            mixed_precision="bfloat16",
+        )
     )
-    planner.share_traces(traces)
+    planner.traces.captured = traces
     setting = Setting(
         dp=dp,
         tp=1,

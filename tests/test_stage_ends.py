@@ -16,6 +16,7 @@ from autoplan.estimating import estimate
 from autoplan.optimizing import find_plan
 from autoplan.planner import Planner, make_planner
 from autoplan.stage_ends import even_ends, even_stage_ends, holders, is_runnable
+from autoplan.training_job import TrainingJob
 from autoplan.verifier import verify_plan
 
 
@@ -50,7 +51,7 @@ CLUSTER = Cluster.parse("2:cpu")
 
 @functools.cache
 def planner(**pins: int) -> Planner:
-    return make_planner(Tempting(), CLUSTER, BATCH, loss_fn=loss_fn, pins=pins)
+    return make_planner(TrainingJob(Tempting(), CLUSTER, BATCH, loss_fn=loss_fn), pins=pins)
 
 
 def test_the_search_leaves_no_stage_without_parameters() -> None:
@@ -73,7 +74,9 @@ def test_even_stages_have_parameters() -> None:
 
 def test_more_stages_than_blocks_with_parameters_are_no_setting() -> None:
     cluster = Cluster.parse("4:cpu")
-    asked = make_planner(Tempting(), cluster, BATCH, loss_fn=loss_fn, pins={"microbatch_size": 1})
+    asked = make_planner(
+        TrainingJob(Tempting(), cluster, BATCH, loss_fn=loss_fn), pins={"microbatch_size": 1}
+    )
     count = sum(holders(asked.smallest_trace()))
     assert count == 2
     assert {setting.pp for setting in asked.settings()} == {1, 2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -89,6 +90,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "context_batches",
         "setting_rules",
         "offload",
+        "local_blocks",
         "local",
         "deferral",
         "split_steps",
@@ -112,14 +114,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "stage_ends",
         "transfers",
     ),
-    ("block_choice",),
+    ("block_options", "block_choice"),
     ("detours",),
     ("frontiers", "conventions"),
     ("decomposed", "context_parallel"),
     ("block_work", "call_prices"),
-    ("decision_tables",),
+    ("decision_tables", "block_layouts"),
+    ("parameter_groups",),
     ("costs",),
-    ("stage_bytes",),
+    ("stage_bytes", "border_seconds"),
     ("search_options", "plan_prices", "reserved", "interleaving"),
     ("setting_problem", "split_cuts", "held"),
     ("stage_pricing", "plan_timeline"),
@@ -136,8 +139,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "dimension_text",
     ),
     ("leanest", "remedies", "reasons", "alone"),
+    ("model_traces", "training_job"),
     ("planner",),
-    ("configurations",),
+    ("configurations", "tracing_ahead"),
     ("estimating", "optimizing"),
     (
         "lowering",
@@ -222,6 +226,12 @@ def own_parts(path: Path) -> set[str]:
 
 def test_every_module_has_a_layer() -> None:
     assert {p.stem for p in FILES} | set(FOLDERS) == set(LAYER_OF)
+
+
+def test_the_table_for_contributors_names_every_module_once() -> None:
+    table = (REPOSITORY / "CONTRIBUTING.md").read_text().split("## House rules")[0]
+    named = re.findall(r"`(?:autoplan/)?(\w+)\.py`", table)
+    assert sorted(named) == sorted(path.stem for path in FILES)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -36,7 +36,7 @@ def plan(planner: Planner) -> Plan:
 
 @pytest.fixture(scope="module")
 def trace(planner: Planner, plan: Plan) -> Trace:
-    return planner.exact_trace(plan.microbatch_size)
+    return planner.traces.exact(plan.microbatch_size)
 
 
 def with_block(plan: Plan, **changes: str | int) -> Plan:

@@ -11,14 +11,16 @@ import torch
 from hypothesis import given, settings
 
 from autoplan import planner as planner_module
-from autoplan import tracer
+from autoplan import tracer, tracing_ahead
 from autoplan.errors import InfeasibleError
 from autoplan.graph import Trace
+from autoplan.model_traces import ModelTraces
 from autoplan.optimizing import find_plan, optimize
 from autoplan.plan import Plan
 from autoplan.planner import Planner, make_planner
 from autoplan.search import mesh
 from autoplan.tracer import recent_program
+from autoplan.training_job import TrainingJob
 from tests.models_for_tests import TinyGPT, mean_square
 from tests.strategies import PlanningProblem, planning_problems
 from tests.test_planner import LAWS
@@ -32,7 +34,7 @@ def at_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mesh, "_ALONE_S", -1.0)
         patch.setattr(planner_module, "_WORTH_A_PROCESS_S", -1.0)
-        patch.setattr(planner_module, "_WORTH_A_PROCESS_MODULES", 0)
+        patch.setattr(tracing_ahead, "_WORTH_A_PROCESS_MODULES", 0)
         patch.setattr(planner_module, "usable_cores", lambda: 4)
         yield
 
@@ -61,11 +63,13 @@ def test_traces_of_other_processes_give_the_same_plan(pins: dict[str, int]) -> N
     def made(workers: int) -> Plan:
         return find_plan(
             make_planner(
-                TinyGPT(depth=1),
-                "1x2:a100_sxm_40gb",
-                torch.randint(0, 50, (2, 16)),
-                loss_fn=mean_square,
-                global_batch_size=8,
+                TrainingJob(
+                    TinyGPT(depth=1),
+                    "1x2:a100_sxm_40gb",
+                    torch.randint(0, 50, (2, 16)),
+                    loss_fn=mean_square,
+                    global_batch_size=8,
+                ),
                 pins=pins,
                 workers=workers,
             )
@@ -81,22 +85,24 @@ def test_a_size_that_was_traced_elsewhere_is_not_captured_again(
 ) -> None:
     """Its program, by which layouts are checked, comes with its trace."""
     planner = make_planner(
-        TinyGPT(depth=1),
-        "1x2:a100_sxm_40gb",
-        torch.randint(0, 50, (2, 16)),
-        loss_fn=mean_square,
-        global_batch_size=8,
+        TrainingJob(
+            TinyGPT(depth=1),
+            "1x2:a100_sxm_40gb",
+            torch.randint(0, 50, (2, 16)),
+            loss_fn=mean_square,
+            global_batch_size=8,
+        ),
         pins={"tp": 2, "num_microbatches": 4},
         workers=2,
     )
     here: list[int] = []
-    capture = Planner._capture
+    capture = ModelTraces.capture
 
-    def counted(self: Planner, microbatch_size: int) -> Trace:
+    def counted(self: ModelTraces, microbatch_size: int) -> Trace:
         here.append(microbatch_size)
         return capture(self, microbatch_size)
 
-    monkeypatch.setattr(Planner, "_capture", counted)
+    monkeypatch.setattr(ModelTraces, "capture", counted)
     monkeypatch.setattr(tracer, "_RECENT", {})
     plan = find_plan(planner)
     assert plan.microbatch_size == 2
@@ -114,18 +120,20 @@ def test_workers_below_one_are_refused() -> None:
 def test_a_process_with_threads_of_autograd_traces_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork of it would stand still in its first backward, which a trace runs."""
     planner = make_planner(
-        TinyGPT(depth=1),
-        "1x2:a100_sxm_40gb",
-        torch.randint(0, 50, (2, 16)),
-        loss_fn=mean_square,
-        global_batch_size=8,
+        TrainingJob(
+            TinyGPT(depth=1),
+            "1x2:a100_sxm_40gb",
+            torch.randint(0, 50, (2, 16)),
+            loss_fn=mean_square,
+            global_batch_size=8,
+        ),
         workers=2,
     )
-    monkeypatch.setattr(planner_module, "has_autograd_threads", lambda: True)
-    monkeypatch.setattr(planner_module, "Beside", None)  # calling it fails
-    planner.trace_ahead()
-    traced = set(planner._exact)
+    monkeypatch.setattr(tracing_ahead, "has_autograd_threads", lambda: True)
+    monkeypatch.setattr(tracing_ahead, "Beside", None)  # calling it fails
+    tracing_ahead.trace_ahead(planner)
+    traced = set(planner.traces.captured)
     assert {min(s.microbatch_size, 4) for s in planner.settings()} <= traced
     for size in {setting.microbatch_size for setting in planner.settings()}:
         planner.trace(size)
-    assert set(planner._exact) == traced  # nothing is left to a process of the search
+    assert set(planner.traces.captured) == traced  # nothing is left to a process of the search

@@ -21,6 +21,7 @@ from autoplan.planner import Planner, make_planner
 from autoplan.setting_solver import relaxation_bound, solve_setting
 from autoplan.settings import Setting
 from autoplan.stage_check import check_schedule
+from autoplan.training_job import TrainingJob
 from autoplan.units import to_ticks
 from autoplan.verifier import verify_plan
 from examples.gpt import GPT, GPTConfig, batch_like, loss_fn
@@ -126,8 +127,8 @@ def test_layers_that_are_read_again_are_not_split() -> None:
             out: torch.Tensor = self.head(x)
             return out
 
-    options: dict[str, Any] = {"loss_fn": mean_square, "pins": {"dp": 1, "pp": 4}}
-    planner = make_planner(Again(depth=4), GPUS, torch.randn(16, 16), **options)
+    job = TrainingJob(Again(depth=4), GPUS, torch.randn(16, 16), loss_fn=mean_square)
+    planner = make_planner(job, pins={"dp": 1, "pp": 4})
     assert "zero_bubble" not in {setting.schedule for setting in planner.settings()}
     planner.pins = {"schedule": "zero_bubble"}
     with pytest.raises(ValueError, match="reads a parameter again"):
@@ -178,7 +179,7 @@ def test_the_fastest_split_is_the_one_that_exhaustive_search_finds(
     (setting,) = split.settings()
     # Seconds of each block are rounded up to a tick before they are summed.
     assert max(bounds_of(split, setting)) <= to_ticks(best) * (1 + 1e-5)
-    assert verify_plan(plan, split.exact_trace(1), cluster) == ()
+    assert verify_plan(plan, split.traces.exact(1), cluster) == ()
 
 
 def bounds_of(planner: Planner, setting: Setting) -> list[int]:
@@ -192,7 +193,7 @@ def test_no_solution_of_a_split_is_below_its_bounds() -> None:
         model = LinearChain(width=2048, depth=13)
     batch = torch.empty(4096, 2048, device="meta")
     pins = {"schedule": "zero_bubble", "microbatch_size": 256}
-    planner = make_planner(model, GPUS, batch, loss_fn=mean_square, pins=pins)
+    planner = make_planner(TrainingJob(model, GPUS, batch, loss_fn=mean_square), pins=pins)
     found = planner.settings()
     assert {(s.pp, s.virtual_stages, s.tp) for s in found} >= {(4, 1, 1), (4, 2, 1), (2, 2, 2)}
     for setting in found:

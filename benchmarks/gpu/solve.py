@@ -23,6 +23,7 @@ from autoplan.plan_prices import PlanPrice, plan_price
 from autoplan.planner import make_planner
 from autoplan.profiles import load_profile
 from autoplan.settings import Setting
+from autoplan.training_job import TrainingJob
 from benchmarks.gpu.models import MODELS, build
 from benchmarks.gpu.run import PLANS, Results, table_of
 
@@ -76,10 +77,7 @@ def price_again(plan: Plan, profile: str, *, is_tiny: bool = False) -> PlanPrice
     loaded = build(plan.model, plan.global_batch_size, is_tiny=is_tiny, device="meta")
     cluster = autoplan.Cluster.from_device(load_profile(profile))
     planner = make_planner(
-        loaded.model,
-        cluster,
-        loaded.batch,
-        loss_fn=loaded.loss_fn,
+        TrainingJob(loaded.model, cluster, loaded.batch, loss_fn=loaded.loss_fn),
         pins={"microbatch_size": plan.microbatch_size},
     )
     setting = Setting(

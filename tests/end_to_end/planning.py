@@ -14,6 +14,7 @@ from autoplan.plan import Plan, SearchRecord
 from autoplan.planner import Planner, make_planner
 from autoplan.settings import Setting
 from autoplan.stage_ends import even_ends
+from autoplan.training_job import TrainingJob
 from tests.numerics import build, global_batch
 
 __all__ = ["decided_plan", "planned", "planner_of"]
@@ -33,8 +34,8 @@ def planner_of(
     cluster = Cluster.parse(f"{world_size}:cpu")
     if memory is not None:
         cluster = cluster.with_memory(memory, reserve_bytes=0)
-    planner = make_planner(model, cluster, global_batch(rows), loss_fn=loss, pins=pins)
-    planner._exact = _traces(name)
+    planner = make_planner(TrainingJob(model, cluster, global_batch(rows), loss_fn=loss), pins=pins)
+    planner.traces.captured = _traces(name)
     return planner
 
 

@@ -52,8 +52,8 @@ def detour_plan(
                 borders = (base if call == own[0] else way, base if call == own[-1] else way)
             points = pricer.frontiers.decisions(
                 pricer.trace.blocks[blocks[call]],
-                pricer.timer(setting.tp),
-                whole=pricer.whole_states(blocks[call]),
+                pricer.layouts.timer(setting.tp),
+                whole=pricer.layouts.whole_states(blocks[call]),
                 borders=borders,
             )
             chosen.append(points[round(share * (len(points) - 1))])
@@ -72,7 +72,7 @@ def check(plans: list[tuple[str, str, Plan]]) -> None:
 
 def plans_of(name: str, setting: Setting) -> list[tuple[str, str, Plan]]:
     planner = planner_of(name, setting.tp * setting.pp, rows=2)
-    trace = planner.exact_trace(1)
+    trace = planner.traces.exact(1)
     cluster = Cluster.parse(f"{setting.tp * setting.pp}:cpu")
     plans = []
     for base, way in WAYS:
@@ -107,7 +107,7 @@ def test_a_block_that_takes_over_what_is_not_handed_on_is_told() -> None:
         for name, layout in plan.placements.items()
     }
     violations = verify_plan(
-        replace(plan, placements=cut), planner.exact_trace(1), Cluster.parse("2:cpu")
+        replace(plan, placements=cut), planner.traces.exact(1), Cluster.parse("2:cpu")
     )
     found = [str(v) for v in violations if v.rule == "V15"]
     assert len(found) == 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autoplan.block_choice import may_keep
+from autoplan.block_options import may_keep
 from autoplan.conventions import WHOLE, Convention
 from autoplan.errors import PlanError
 from autoplan.frontiers import Decision
