@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ __all__ = [
     "RingStage",
     "fake_processes",
     "flatten_axes",
-    "has_autograd_threads",
     "is_strided",
     "on_sends",
     "pieces_of",
@@ -70,7 +68,6 @@ _Action = _probe(torch_schedules, "_Action")
 _ComputationType = _probe(torch_schedules, "_ComputationType")
 _batch_p2p = _probe(torch_schedules, "_batch_p2p")
 _probe(torch_schedules, "_wait_batch_p2p")
-_AUTOGRAD_THREAD = "pt_autograd_"  # torch/csrc/autograd/engine.cpp, Engine::thread_init
 
 
 def flatten_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -134,21 +131,6 @@ def is_strided(placement: Any) -> bool:
 def replicate(module: nn.Module, **options: Any) -> None:
     """Keep whole parameters on every rank of a mesh, computing in the policy's dtype."""
     _replicate(module, **options)
-
-
-def has_autograd_threads(tasks: Path = Path("/proc/self/task")) -> bool:
-    """Return whether autograd has started threads, without which no fork of this process runs it.
-
-    It starts one for each accelerator in the first backward, also one on the CPU, and names them.
-    Where a system does not tell the names, any accelerator counts.
-    """
-    if not tasks.is_dir():
-        return bool(torch.accelerator.is_available())
-    names = []
-    for task in tasks.iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-            names.append((task / "comm").read_text())
-    return any(name.startswith(_AUTOGRAD_THREAD) for name in names)
 
 
 @contextlib.contextmanager

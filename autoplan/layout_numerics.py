@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from autoplan import compat
+from autoplan.autograd_threads import has_autograd_threads
 from autoplan.axes import Analysis
 from autoplan.dry_run_result import LayoutNumerics
 from autoplan.graph import ShardOption
@@ -86,7 +86,7 @@ def _run_all(checks: Sequence[_Check]) -> list[LayoutNumerics]:
     fork workers any more, and this one may want to. One that cannot runs them in threads. In both
     each has a time to end in.
     """
-    if compat.has_autograd_threads():
+    if has_autograd_threads():
         return [_in_thread(check) for check in checks]
     found: list[LayoutNumerics] = []
     while len(found) < len(checks):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from autoplan.autograd_threads import has_autograd_threads
 from autoplan.bounds import blocks_bound, frontiers_bound, ops_bound, static_reason
-from autoplan.compat import has_autograd_threads
 from autoplan.exporter import import_export
 from autoplan.graph import Trace
 from autoplan.model_traces import TRACED_ROWS

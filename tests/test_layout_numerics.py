@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from autoplan import compat, layout_numerics, rank_numerics, sharded_ops
+from autoplan import layout_numerics, rank_numerics, sharded_ops
+from autoplan.autograd_threads import has_autograd_threads
 from autoplan.cluster import Cluster
 from autoplan.dry_run_result import LayoutNumerics
 from autoplan.graph import ShardOption
@@ -157,7 +158,7 @@ def test_without_names_of_threads_an_accelerator_decides(
 ) -> None:
     for is_there in (False, True):
         monkeypatch.setattr("torch.accelerator.is_available", lambda found=is_there: found)
-        assert compat.has_autograd_threads(tmp_path / "none") is is_there
+        assert has_autograd_threads(tmp_path / "none") is is_there
 
 
 @pytest.mark.parametrize("is_forked", [False, True])

@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).parent.parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "units", "patching", "collecting"),
     ("split_backward",),
-    ("compat", "mask_causality"),
+    ("compat", "mask_causality", "autograd_threads"),
     ("codec",),
     ("profiles", "search"),
     ("schedules", "stage_costs", "timeline", "nodes", "meshes"),
