@@ -119,6 +119,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("block_work", "call_prices"),
     ("decision_tables",),
     ("costs",),
+    ("stage_borders",),
     ("stage_bytes",),
     ("search_options", "plan_prices", "reserved", "interleaving"),
     ("setting_problem", "split_cuts", "held"),
