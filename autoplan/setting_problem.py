@@ -445,13 +445,11 @@ def _unkept_bytes(
     """Return bytes of receive buffers that a stage neither keeps nor sends on, at most."""
     if setting.pp == 1:
         return 0
-    kept: list[frozenset[str]] = []
-    known: dict[tuple[int, tuple[Decision, ...]], frozenset[str]] = {}
+    known: dict[int, frozenset[str]] = {}
     for call, decisions in zip(pricer.trace.calls, per_call, strict=True):
-        key = (call.block, decisions)
-        if key not in known:
+        if call.block not in known:  # alike calls have the same decisions
             works = (pricer.base(call.block, decision, setting.tp) for decision in decisions)
-            known[key] = frozenset.intersection(*(frozenset(w.memory.held_inputs) for w in works))
-        kept.append(known[key])
-    nbytes = unkept_bytes(pricer.trace, kept)
+            held = (frozenset(work.memory.held_inputs) for work in works)
+            known[call.block] = frozenset.intersection(*held)
+    nbytes = unkept_bytes(pricer.trace, [known[call.block] for call in pricer.trace.calls])
     return -(-nbytes // setting.tp) if is_sliced else nbytes

@@ -9,11 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autoplan.block_work import BlockWork
 from autoplan.graph import CallTrace, Trace
 
-__all__ = ["StageBorders", "borders_of", "carried_bytes", "kept_by", "unkept_bytes"]
+__all__ = ["Skip", "StageBorders", "borders_of", "carried_bytes", "kept_by", "unkept_bytes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skip:
+    """A value of a stage whose gradient lies beside the backwards of calls in between.
+
+    Attributes:
+        after: place in the stage of the first call that it lies beside.
+        last: of the last call that reads it, which makes the gradient.
+        name: that it has there.
+    """
+
+    after: int
+    last: int
+    name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +41,13 @@ class StageBorders:
             included.
         leaving: likewise to the stage after.
         returning: bytes of the gradients that go back for those that entered.
+        skips: values that calls read which do not follow the one that made them, or the border.
     """
 
     entering: Mapping[str, int]
     leaving: Mapping[str, int]
     returning: int
+    skips: tuple[Skip, ...]
 
     @property
     def handed_bytes(self) -> int:
@@ -45,32 +63,60 @@ class StageBorders:
         return total
 
 
-def borders_of(trace: Trace, calls: Sequence[int], *, slices: int = 1) -> StageBorders:
+class _Known:
+    """A trace as a key: two are alike where they are one, which takes no time to tell."""
+
+    __slots__ = ("trace",)
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+
+    def __hash__(self) -> int:
+        return id(self.trace)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Known) and other.trace is self.trace
+
+
+def borders_of(trace: Trace, calls: range, *, slices: int = 1) -> StageBorders:
     """Return what crosses the borders of a stage.
 
     Args:
         trace: of the model.
-        calls: of the stage, consecutive ones.
+        calls: of the stage.
         slices: tensor-parallel degree where activations cross as slices of tokens, else 1.
     """
-    first, last = calls[0], calls[-1]
-    before = {out for call in trace.calls[:first] for out in call.outs}
-    made = {out for index in calls for out in trace.calls[index].outs}
+    return _borders(_Known(trace), calls, slices)
+
+
+@lru_cache(maxsize=4096)
+def _borders(known: _Known, calls: range, slices: int) -> StageBorders:
+    trace = known.trace
+    before = {out for call in trace.calls[: calls.start] for out in call.outs}
+    made = {out: index for index in calls for out in trace.calls[index].outs}
     entering: dict[str, int] = {}
     leaving: dict[str, int] = {}
+    last_read: dict[str, tuple[int, str]] = {}
     returning = 0
-    for index in range(first, len(trace.calls)):
+    for index in range(calls.start, len(trace.calls)):
         call = trace.calls[index]
-        if before.isdisjoint(call.args) and (index <= last or made.isdisjoint(call.args)):
-            continue
         for value, name in zip(trace.blocks[call.block].inputs, call.args, strict=True):
+            if name not in before and name not in made:
+                continue
             nbytes = -(-value.nbytes // slices)
             if name in before and name not in entering:
                 entering[name] = nbytes
                 returning += nbytes if value.needs_grad else 0
-            if index > last and (name in before or name in made):
+            if index >= calls.stop:
                 leaving.setdefault(name, nbytes)
-    return StageBorders(entering=entering, leaving=leaving, returning=returning)
+            elif value.needs_grad:
+                last_read[name] = (index, value.name)
+    skips = []
+    for name, (last, own) in last_read.items():
+        after = made.get(name, calls.start - 1) + 1
+        if after < last:
+            skips.append(Skip(after=after - calls.start, last=last - calls.start, name=own))
+    return StageBorders(entering=entering, leaving=leaving, returning=returning, skips=tuple(skips))
 
 
 def kept_by(call: CallTrace, work: BlockWork, inputs: Sequence[str]) -> dict[str, int]:
@@ -94,23 +140,16 @@ def kept_by(call: CallTrace, work: BlockWork, inputs: Sequence[str]) -> dict[str
     return kept
 
 
-def carried_bytes(trace: Trace, calls: Sequence[int], works: Sequence[BlockWork]) -> list[int]:
+def carried_bytes(borders: StageBorders, works: Sequence[BlockWork]) -> list[int]:
     """Return per call of a stage the bytes of gradients that lie there beside its backward.
 
     A value that several calls read gets its gradient from the last of them, and holds it until the
     backward of the call that made it; one that entered, until the stage's backward ends.
     """
-    made = {out: place for place, index in enumerate(calls) for out in trace.calls[index].outs}
-    last_read: dict[str, tuple[int, int]] = {}
-    for place, (index, work) in enumerate(zip(calls, works, strict=True)):
-        call = trace.calls[index]
-        for value, name in zip(trace.blocks[call.block].inputs, call.args, strict=True):
-            if value.needs_grad:
-                last_read[name] = (place, work.local.inputs[value.name])
-    carried = [0] * len(calls)
-    for name, (last, nbytes) in last_read.items():
-        for place in range(made.get(name, -1) + 1, last):
-            carried[place] += nbytes
+    carried = [0] * len(works)
+    for skip in borders.skips:
+        for place in range(skip.after, skip.last):
+            carried[place] += works[skip.last].local.inputs[skip.name]
     return carried
 
 

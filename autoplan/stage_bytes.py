@@ -59,12 +59,11 @@ def stage_block(
     kept = kept_by(trace_call, work, [v.name for v in pricer.trace.blocks[block].inputs])
     own = {value: nbytes for value, nbytes in kept.items() if value not in values}
     # Megatron-LM's receive buffers are not counted apart: what enters is its first reader's.
-    is_there = (
-        values if pricer.workload.engine.has_gradient_buffer else values | borders.entering.keys()
-    )
-    entered = zip(pricer.trace.blocks[block].inputs, trace_call.args, strict=True)
+    received = {} if pricer.workload.engine.has_gradient_buffer else borders.entering
     input_bytes = sum(
-        work.local.inputs.get(value.name, 0) for value, name in entered if name not in is_there
+        work.local.inputs.get(value.name, 0)
+        for value, name in zip(pricer.trace.blocks[block].inputs, trace_call.args, strict=True)
+        if name not in values and name not in received
     )
     values.update(kept)
     return StageBlock(
@@ -96,7 +95,7 @@ def stage_blocks(
         pricer.base(pricer.trace.calls[call].block, decision, setting.tp)
         for call, decision in zip(calls, decisions, strict=True)
     ]
-    carried = carried_bytes(pricer.trace, calls, works)
+    carried = carried_bytes(borders, works)
     blocks = [
         stage_block(pricer, call, decision, setting, held, values, borders, nbytes)
         for call, decision, nbytes in zip(calls, decisions, carried, strict=True)
@@ -125,11 +124,9 @@ def stage_blocks(
 def _borders(
     pricer: Pricer, setting: Setting, calls: Sequence[int], decisions: Sequence[Decision]
 ) -> StageBorders:
-    """Return what crosses the borders of a stage; nothing without a pipeline."""
-    if setting.pp == 1:
-        return StageBorders(entering={}, leaving={}, returning=0)
+    """Return what crosses the borders of a stage."""
     slices = setting.tp if decisions[0].is_sequence_parallel else 1
-    return borders_of(pricer.trace, calls, slices=slices)
+    return borders_of(pricer.trace, range(calls[0], calls[-1] + 1), slices=slices)
 
 
 def side_bytes(pricer: Pricer, calls: Sequence[int], decisions: Sequence[Decision], tp: int) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,10 +17,16 @@ from torch.utils import _pytree as pytree
 from autoplan.entries import Entry
 from autoplan.estimating import estimate
 from autoplan.graph import Trace
+from autoplan.memory import held_gradient_bytes, held_send_after, receive_buffer_bytes
 from autoplan.meter import StorageMeter
 from autoplan.models import LoadedModel
 from autoplan.plan import Plan
+from autoplan.planner import make_planner
+from autoplan.setting_problem import _transfer_copies, _unkept_bytes, pipeline_problem
+from autoplan.settings import Setting
 from autoplan.stage_borders import borders_of
+from autoplan.stage_bytes import part_bytes, stage_blocks
+from autoplan.stage_walk import PartBytes
 from autoplan.tracer import trace
 from autoplan.training import global_batch, make_optimizer
 from benchmarks.executed_plans import load
@@ -159,6 +168,37 @@ def test_the_borders_of_every_stage_are_what_crosses_its_cuts(skips: Trace) -> N
             assert sum(borders.leaving.values()) == after
 
 
+@pytest.mark.parametrize("name", ["gpt", "cnn", "unet"])
+@pytest.mark.parametrize(("pp", "schedule"), [(2, "1f1b"), (3, "1f1b"), (2, "gpipe")])
+def test_the_search_counts_no_less_at_borders_than_the_walk(
+    name: str, pp: int, schedule: str
+) -> None:
+    """Beside what blocks keep, which both count; for every stage that can be cut."""
+    own = loaded(name)
+    pins = {"dp": 1, "tp": 1, "pp": pp, "microbatch_size": 1, "schedule": schedule}
+    planner = make_planner(own.model, f"1x{pp}:cpu", own.batch, loss_fn=own.loss_fn, pins=pins)
+    (setting,) = planner.settings()
+    pricer = planner.pricer(1)
+    per_call = pipeline_problem(planner, setting).per_call
+    unkept = _unkept_bytes(pricer, setting, per_call, False)
+    count, crossing = len(per_call), max(pricer.trace.crossing_bytes)
+    for which, (stage, start) in product((0, -1), product(range(pp), range(count))):
+        live = setting.live()[stage]
+        for end in range(start + 1, count + 1):
+            calls = range(start, end)
+            if (stage == 0) != (start == 0) or (stage == pp - 1) != (end == count):
+                continue
+            decisions = [per_call[call][which] for call in calls]
+            blocks = stage_blocks(pricer, calls, decisions, setting)
+            part = part_bytes(pricer, setting, stage, [calls] * pp, decisions)
+            sent = part.leaving - part.handed
+            counted = receive_buffer_bytes([part], setting, stage) + 2 * part.returning
+            counted += sent if held_send_after(setting, stage) else 0
+            counted += live * (sent - sum(block.border_bytes for block in blocks))
+            bound = crossing * _transfer_copies(setting, stage, live)
+            assert counted <= bound + (unkept * live if stage > 0 else 0)
+
+
 def test_the_gradient_of_a_part_of_a_larger_tensor_is_sent_without_it() -> None:
     value = torch.ones(1, 4, 8, requires_grad=True)
     whole = torch.ones(1, 8, 8)
@@ -174,3 +214,30 @@ def test_the_gradient_of_a_whole_tensor_is_sent_without_a_copy() -> None:
     gradient = torch.ones(1, 4, 8)
     sent = Entry.backward(None, gradient)
     assert sent.data_ptr() == gradient.data_ptr()
+
+
+def test_the_gradient_sent_before_lies_beside_a_backward_under_1f1b() -> None:
+    setting = Setting(
+        dp=1,
+        tp=1,
+        pp=2,
+        zero_stage=0,
+        microbatch_size=1,
+        num_microbatches=4,
+        schedule="1f1b",
+        virtual_stages=1,
+    )
+    parts = (PartBytes(num_blocks=1, entering=3, returning=2),)
+    assert held_gradient_bytes(parts, setting) == 2
+    assert held_gradient_bytes(parts, replace(setting, schedule="gpipe")) == 2
+    assert held_gradient_bytes(parts, replace(setting, schedule="interleaved")) == 0
+
+
+def test_a_saved_plan_from_before_borders_had_names_still_loads() -> None:
+    document = json.loads(planned("cnn", 2, 4).to_json())
+    for stage in document["costs"]["stages"]:
+        del stage["handed_bytes"], stage["returning_bytes"]
+    for block in document["costs"]["blocks"].values():
+        del block["bytes"]["border_bytes"], block["bytes"]["carried_bytes"]
+    old = Plan.from_json(json.dumps(document))
+    assert max(old.timeline().peak_bytes()) > 0
