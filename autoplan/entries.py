@@ -10,7 +10,11 @@ __all__ = ["Entry", "leaving"]
 
 
 class Entry(torch.autograd.Function):
-    """Let an activation enter a stage; its gradient leaves contiguous, as sending needs it."""
+    """Let an activation enter a stage; its gradient leaves contiguous, as sending needs it.
+
+    It leaves alone, too: a slice of a larger tensor, such as the gradient of a part of a
+    concatenation, would keep all of that until it has been sent.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
@@ -18,7 +22,8 @@ class Entry(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0].contiguous()
+        sent = gradients[0].contiguous()
+        return sent if sent.nbytes == sent.untyped_storage().nbytes() else sent.clone()
 
 
 def leaving(value: torch.Tensor, is_split: bool) -> torch.Tensor:

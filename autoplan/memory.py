@@ -85,11 +85,12 @@ def stage_memory(
     """
     if engine.has_gradient_buffer:
         # Megatron-LM frees what it has sent, and what it receives is the kept input of a block.
-        parts = [replace(part, entering=0, leaving=0) for part in parts]
+        parts = [replace(part, entering=0, leaving=0, handed=0, returning=0) for part in parts]
     walk = RepeatedWalk(blocks, setting, optimizer, is_mixed, is_gloo, engine, parts)
     walk.fixed = input_bytes + receive_buffer_bytes(parts, setting, stage)
     walk.standing = standing_bytes
     walk.held_after = held_send_after(setting, stage)
+    walk.held_gradients = held_gradient_bytes(parts, setting)
     walk.run(stage_actions(setting, stage))
     by_category = {**walk.peak_parts, "reserve": reserve}
     return StageMemory(
@@ -117,6 +118,7 @@ def memory_samples(
     walk = StageWalk(blocks, setting, optimizer, is_mixed, is_gloo, AUTOPLAN, parts)
     walk.fixed = input_bytes + receive_buffer_bytes(parts, setting, stage)
     walk.held_after = held_send_after(setting, stage)
+    walk.held_gradients = held_gradient_bytes(parts, setting)
     samples = walk.samples = {}
     last = {part: index for index, (kind, part) in enumerate(actions) if kind in "BW"}
     walk.run([(kind, index == last[part], part) for index, (kind, part) in enumerate(actions)])
@@ -141,6 +143,20 @@ def held_send_after(setting: Setting, stage: int) -> int:
     return 1 if warm_up >= 2 and 2 * warm_up - 1 <= setting.num_microbatches else 0
 
 
+def held_gradient_bytes(parts: Sequence[PartBytes], setting: Setting) -> int:
+    """Return the bytes of gradients on their way back that a rank holds from its first backward on.
+
+    One micro-batch's, beside all that is there in later forwards and backwards: torch keeps the
+    operations that send it until those of the next backward take their place (torch 2.13,
+    `distributed/pipelining/schedules.py`, `bwd_sends` in `Schedule1F1B._step_microbatches`, in
+    warm-down too, and `ops` in `ScheduleGPipe._step_microbatches`). Schedules of several stages a
+    rank count what they have sent with their receive buffers.
+    """
+    if setting.schedule in MULTI_STAGE:
+        return 0
+    return sum(part.returning for part in parts)
+
+
 def receive_buffer_bytes(parts: Sequence[PartBytes], setting: Setting, stage: int) -> int:
     """Return the receive buffers of a rank, which stay from the first step on.
 
@@ -158,7 +174,7 @@ def receive_buffer_bytes(parts: Sequence[PartBytes], setting: Setting, stage: in
         sizes = message_buffers(setting.schedule, pp, enough_for_buffers(m, pp), v)
         for part, own in zip(parts, sizes[stage::pp], strict=True):
             received = min(m, own.activations) * part.entering
-            total += received + sent * part.entering + min(m, own.gradients) * part.leaving
+            total += received + sent * part.returning + min(m, own.gradients) * part.leaving
         return total
     (only,) = parts
     if setting.schedule == "gpipe":

@@ -122,6 +122,8 @@ def _samples(
                 side=stage.side_bytes,
                 entering=stage.entering_bytes,
                 leaving=stage.leaving_bytes,
+                handed=stage.handed_bytes,
+                returning=stage.returning_bytes,
                 backward=stage.backward,
             )
             for stage in own

@@ -65,16 +65,16 @@ class RepeatedWalk(StageWalk):
         self._part = 0
         self._are_copies_behind = self._are_gradients_behind = False
 
-    def act(self, kind: str, is_last: bool, part: int, holds: bool) -> None:
+    def act(self, kind: str, is_last: bool, part: int, held: int) -> None:
         """Do what the walk of an action does, and walk it where that is not known."""
         self._part = part
         how = self.part_bytes[part].backward
         spares = kind == "F" or (kind == "I" and how != "whole") or (kind == "W" and how == "whole")
-        key = (self._copies, None if spares else self._gradients, kind, is_last, part, holds)
+        key = (self._copies, None if spares else self._gradients, kind, is_last, part, held)
         walked = self._known.get(key)
         if walked is None:
             self._catch_up()
-            walked = self._known[key] = self._watched(kind, is_last, part, holds, spares)
+            walked = self._known[key] = self._watched(kind, is_last, part, held, spares)
         else:
             self._repeat(walked)
             self._are_copies_behind |= walked.copies != self._copies
@@ -115,17 +115,17 @@ class RepeatedWalk(StageWalk):
         gradients, sharded, _, unmerged, _ = self._gradients_known.known[self._gradients]
         return int(gradients.total + sharded.total + unmerged)
 
-    def _watched(self, kind: str, is_last: bool, part: int, holds: bool, spares: bool) -> _Walked:
+    def _watched(self, kind: str, is_last: bool, part: int, held: int, spares: bool) -> _Walked:
         """Walk an action, and return what it does; `spares`: it leaves gradients alone."""
         activations, fixed = self.activations, self.fixed
         peak, name, parts = self.peak, self.peak_name, self.peak_parts
-        held = self._gradient_bytes() if spares else 0
+        there = self._gradient_bytes() if spares else 0
         self.peak = -1
-        super().act(kind, is_last, part, holds)
+        super().act(kind, is_last, part, held)
         before = activations + fixed
         own = {
             **self.peak_parts,
-            "gradients": self.peak_parts["gradients"] - held,
+            "gradients": self.peak_parts["gradients"] - there,
             "activations": self.peak_parts["activations"] - before,
         }
         walked = _Walked(
@@ -133,7 +133,7 @@ class RepeatedWalk(StageWalk):
             gradients=None if spares else self._gradients_number(),
             activations=self.activations - activations,
             fixed=self.fixed - fixed,
-            peak=self.peak - before - held,
+            peak=self.peak - before - there,
             name=self.peak_name,
             parts=own,
         )

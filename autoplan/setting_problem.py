@@ -15,6 +15,7 @@ from autoplan.costs import Pricer
 from autoplan.frontiers import Decision
 from autoplan.graph import Trace
 from autoplan.interleaving import Alike, Counts, rank_ends, stage_counts
+from autoplan.memory import held_send_after
 from autoplan.plan_prices import StageSeconds
 from autoplan.schedules import MULTI_STAGE
 from autoplan.search.problem import (
@@ -28,8 +29,10 @@ from autoplan.search.problem import (
 from autoplan.search_options import alike, block_options
 from autoplan.settings import Setting
 from autoplan.split_steps import saved_at_most, saved_by_block
+from autoplan.stage_borders import unkept_bytes
 from autoplan.stage_bytes import batch_bytes, side_bytes
 from autoplan.stage_ends import even_stage_ends, holders, joined_calls
+from autoplan.transfers import most_sent
 from autoplan.units import TICK_S, to_ticks
 
 if TYPE_CHECKING:
@@ -135,7 +138,8 @@ def pipeline_problem(
     fastest = [decisions[0] for decisions in per_call]
     is_sliced = convention.is_sequence_parallel
     runs = _runs(pricer.trace, posed, detours)
-    problem = _pipeline(planner, setting, runs, fastest, is_sliced)
+    unkept = _unkept_bytes(pricer, setting, per_call, is_sliced)
+    problem = _pipeline(planner, setting, runs, fastest, is_sliced, unkept)
     return SettingProblem(
         problem=replace(
             problem,
@@ -323,6 +327,7 @@ def _pipeline(
     runs: tuple[Run, ...],
     fastest: Sequence[Decision],
     is_sliced: bool,
+    unkept: int,
 ) -> PipelineProblem:
     pricer, live = planner.pricer(setting.microbatch_size), setting.live()
     unit = pricer.memory_unit
@@ -344,6 +349,7 @@ def _pipeline(
         crossing_s = tuple(boundary_s(pricer, setting, cut, is_sliced=is_sliced) for cut in cuts)
     for stage in range(setting.pp):
         transfer = crossing * v * _transfer_copies(setting, stage, live[stage])
+        transfer += unkept * v * live[stage] if stage > 0 or v > 1 else 0
         nbytes = side * v * live[stage] + batch_bytes(pricer.trace, setting) + transfer
         fixed.append(-(-nbytes // unit))
         boundary.append(to_ticks(own_s[stage]))
@@ -418,14 +424,33 @@ def _cuts(planner: Planner, setting: Setting, counts: Counts) -> tuple[bool, ...
 def _transfer_copies(setting: Setting, stage: int, live: int) -> int:
     """Return how many micro-batches' worth of activations lie at a stage's borders at most.
 
-    Receive buffers that are no kept activations, stage outputs until their backward, and the
-    gradient on its way back; see docs/design/memory-of-fsdp.md.
+    Receive buffers that are no kept activations, but for those of `_unkept_bytes`; stage outputs
+    until their backward, and one that its send holds; the gradient on its way back and the one that
+    the next backward makes. See docs/design/memory-of-fsdp.md.
     """
     m = setting.num_microbatches
     if setting.schedule in MULTI_STAGE:
-        # At most: rings are as large as two rounds, sent gradients as one.
-        return max(0, 2 * setting.pp - live) + 1 + setting.pp + 2 + live
-    entering = (m if setting.schedule == "gpipe" else live) - live + 1 if stage > 0 else 0
+        # At most: rings are as large as two rounds.
+        sent = most_sent(setting.pp, setting.virtual_stages)
+        return max(0, 2 * setting.pp - live) + 1 + sent + 2 + live
+    entering = (m if setting.schedule == "gpipe" else live) - live + 2 if stage > 0 else 0
     gradients = m if setting.schedule == "gpipe" else min(2, m)
-    leaving = gradients + live if stage < setting.pp - 1 else 0
+    held = held_send_after(setting, stage) > 0
+    leaving = gradients + live + held if stage < setting.pp - 1 else 0
     return entering + leaving
+
+
+def _unkept_bytes(
+    pricer: Pricer, setting: Setting, per_call: Sequence[tuple[Decision, ...]], is_sliced: bool
+) -> int:
+    """Return bytes of receive buffers that a stage neither keeps nor sends on, at most."""
+    if setting.pp == 1:
+        return 0
+    known: dict[int, frozenset[str]] = {}
+    for call, decisions in zip(pricer.trace.calls, per_call, strict=True):
+        if call.block not in known:  # alike calls have the same decisions
+            works = (pricer.base(call.block, decision, setting.tp) for decision in decisions)
+            held = (frozenset(work.memory.held_inputs) for work in works)
+            known[call.block] = frozenset.intersection(*held)
+    nbytes = unkept_bytes(pricer.trace, [known[call.block] for call in pricer.trace.calls])
+    return -(-nbytes // setting.tp) if is_sliced else nbytes

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoplan.block_work import BlockWork
 from autoplan.costs import Pricer
 from autoplan.deferral import stage_backward
 from autoplan.expert_parallel import expert_states
@@ -15,6 +14,7 @@ from autoplan.graph import Trace
 from autoplan.losses import logits_bytes
 from autoplan.memory import StageMemory, stage_memory
 from autoplan.settings import Setting
+from autoplan.stage_borders import StageBorders, borders_of, carried_bytes, kept_by
 from autoplan.stage_costs import StageBlock
 from autoplan.stage_walk import PartBytes
 from autoplan.times import overlaps_communication
@@ -40,26 +40,43 @@ def stage_block(
     decision: Decision,
     setting: Setting,
     held: set[str],
-    values: set[str] | None = None,
+    values: set[str],
+    borders: StageBorders,
+    carried: int,
 ) -> StageBlock:
     """Return a call as the memory model reads it.
 
     Args:
         call, decision, setting, held: as in `ParameterGroups.of`.
         values: activations that earlier calls of the stage keep, to count each once; those that
-            this call keeps are added. None: this call counts all that it keeps.
+            this call keeps are added.
+        borders: of the stage.
+        carried: bytes of gradients beside its backward.
     """
-    block = pricer.trace.calls[call].block
+    trace_call = pricer.trace.calls[call]
+    block = trace_call.block
     work = pricer.base(block, decision, setting.tp)
+    kept = kept_by(trace_call, work, [v.name for v in pricer.trace.blocks[block].inputs])
+    own = {value: nbytes for value, nbytes in kept.items() if value not in values}
+    # Megatron-LM's receive buffers are not counted apart: what enters is its first reader's.
+    received = {} if pricer.workload.engine.has_gradient_buffer else borders.entering
+    input_bytes = sum(
+        work.local.inputs.get(value.name, 0)
+        for value, name in zip(pricer.trace.blocks[block].inputs, trace_call.args, strict=True)
+        if name not in values and name not in received
+    )
+    values.update(kept)
     return StageBlock(
         memory=work.memory,
         accumulating=work.accumulating,
         group=pricer.groups.of(call, decision, setting, held),
         is_glue=pricer.trace.blocks[block].is_glue,
-        input_bytes=sum(work.local.inputs.values()),
-        shared_bytes=0 if values is None else _shared_bytes(pricer.trace, call, work, values),
+        input_bytes=input_bytes,
+        shared_bytes=sum(kept.values()) - sum(own.values()),
         deferred_bytes=work.deferred.nbytes,
         released_bytes=work.deferred.released_bytes,
+        border_bytes=borders.kept_bytes(own),
+        carried_bytes=carried,
     )
 
 
@@ -73,9 +90,15 @@ def stage_blocks(
     """
     held: set[str] = set()
     values: set[str] = set()
-    blocks = [
-        stage_block(pricer, call, decision, setting, held, values)
+    borders = _borders(pricer, setting, calls, decisions)
+    works = [
+        pricer.base(pricer.trace.calls[call].block, decision, setting.tp)
         for call, decision in zip(calls, decisions, strict=True)
+    ]
+    carried = carried_bytes(borders, works)
+    blocks = [
+        stage_block(pricer, call, decision, setting, held, values, borders, nbytes)
+        for call, decision, nbytes in zip(calls, decisions, carried, strict=True)
     ]
     canonical = pricer.trace.first_names()
     readers: dict[str, list[tuple[int, int]]] = {}
@@ -98,15 +121,12 @@ def stage_blocks(
     return tuple(blocks)
 
 
-def _shared_bytes(trace: Trace, call: int, work: BlockWork, values: set[str]) -> int:
-    trace_call, local, memory = trace.calls[call], work.local, work.memory
-    inputs = trace.blocks[trace_call.block].inputs
-    names = zip((v.name for v in inputs), trace_call.args, strict=True)
-    kept = {value: name for name, value in names if name in memory.held_inputs}
-    shared = sum(local.inputs[name] for value, name in kept.items() if value in values)
-    outs = zip(local.outputs, trace_call.outs, strict=True)
-    values |= kept.keys() | {value for name, value in outs if name in memory.held_outputs}
-    return shared
+def _borders(
+    pricer: Pricer, setting: Setting, calls: Sequence[int], decisions: Sequence[Decision]
+) -> StageBorders:
+    """Return what crosses the borders of a stage."""
+    slices = setting.tp if decisions[0].is_sequence_parallel else 1
+    return borders_of(pricer.trace, range(calls[0], calls[-1] + 1), slices=slices)
 
 
 def side_bytes(pricer: Pricer, calls: Sequence[int], decisions: Sequence[Decision], tp: int) -> int:
@@ -181,12 +201,16 @@ def part_bytes(
     if decisions[0].is_sequence_parallel:
         entering, leaving = -(-entering // setting.tp), -(-leaving // setting.tp)
     is_split = setting.schedule == "zero_bubble"
+    borders = _borders(pricer, setting, calls, decisions)
+    # What leaves a stage whose backward is split is no view: what is handed on is copied.
     return PartBytes(
         num_blocks=len(calls),
         backward=stage_backward(pricer.trace, calls) if is_split else "split",
         side=side_bytes(pricer, calls, decisions, setting.tp),
         entering=entering,
         leaving=leaving,
+        handed=0 if is_split else min(borders.handed_bytes, entering, leaving),
+        returning=min(borders.returning, entering),
     )
 
 

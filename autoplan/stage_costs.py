@@ -112,13 +112,18 @@ class StageBlock:
         accumulating: with every parameter gradient added to one that exists and freed at once.
         group: parameters of the block.
         is_glue: its parameters belong to the stage's root group.
-        input_bytes: activation inputs of the block.
+        input_bytes: activation inputs of the block that nothing before it in the stage keeps, and
+            that lie in no receive buffer.
         shared_bytes: kept bytes that an earlier block of the stage keeps too: its output, or a
             value that both read.
         deferred_bytes: gradients that a split backward keeps for the one of the weights: of the
             results of ops that read parameters.
         released_bytes: kept bytes that it lets go of at once, where no block after this one in the
             stage has parameters.
+        border_bytes: of what it adds to what the stage keeps, bytes that cross a border of the
+            stage, which are there until the stage's backward ends.
+        carried_bytes: gradients that blocks after it made of values that came before it, which lie
+            there beside its backward.
     """
 
     memory: BlockMemory
@@ -129,6 +134,8 @@ class StageBlock:
     shared_bytes: int = 0
     deferred_bytes: int = 0
     released_bytes: int = 0
+    border_bytes: int = 0
+    carried_bytes: int = 0
 
     @property
     def own_kept(self) -> int:
@@ -184,6 +191,8 @@ class StageCosts:
         side_bytes: side values that one micro-batch holds.
         input_bytes: batch inputs of a step.
         entering_bytes, leaving_bytes: activations of a micro-batch that cross its borders.
+        handed_bytes: of those, what enters and is sent on as it is, in its receive buffer.
+        returning_bytes: gradients of a micro-batch that are sent back.
         backward: how a schedule that splits backwards runs its; see `autoplan.deferral`.
     """
 
@@ -193,6 +202,8 @@ class StageCosts:
     input_bytes: int = 0
     entering_bytes: int = 0
     leaving_bytes: int = 0
+    handed_bytes: int = 0
+    returning_bytes: int = 0
     backward: StageBackward = "split"
 
 

@@ -60,6 +60,8 @@ def plan_costs(
                 input_bytes=batch_bytes(pricer.trace, setting),
                 entering_bytes=part.entering,
                 leaving_bytes=part.leaving,
+                handed_bytes=part.handed,
+                returning_bytes=part.returning,
                 backward=how,
             )
         )

@@ -33,6 +33,8 @@ class PartBytes:
         side: side values held by one micro-batch.
         entering: bytes of one micro-batch's activations from the stage before.
         leaving: to the stage after.
+        handed: of those, what entered and is sent on as it is: it lies in its receive buffer.
+        returning: bytes of one micro-batch's gradients to the stage before.
         backward: how it runs where the schedule splits backwards.
     """
 
@@ -40,6 +42,8 @@ class PartBytes:
     side: int = 0
     entering: int = 0
     leaving: int = 0
+    handed: int = 0
+    returning: int = 0
     backward: StageBackward = "split"
 
 
@@ -101,6 +105,7 @@ class StageWalk:
         self.parts = [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
         self.part_bytes = parts
         self.has_buffer = engine.has_gradient_buffer
+        self.border = [0 if self.has_buffer else b.border_bytes for b in blocks]
         self.setting = setting
         self.zero = setting.zero_stage
         self.is_mixed = is_mixed
@@ -130,7 +135,7 @@ class StageWalk:
             for k, v in groups.items()
         }
         self.live = live_bytes(engine, setting, self.compute.values())
-        self.fixed = self.standing = self.held_after = 0
+        self.fixed = self.standing = self.held_after = self.held_gradients = 0
         self.activations = 0
         self.later: dict[int, int] | None = None  # what a backward to the parameters has less
         self.gathered = Sizes()
@@ -162,7 +167,8 @@ class StageWalk:
         """Make one of the rank's stages the one that runs."""
         own = self.part_bytes[part]
         self.root = len(self.blocks) + part
-        self.side, self.entering, self.leaving = own.side, own.entering, own.leaving
+        self.side, self.leaving, self.returning = own.side, own.leaving, own.returning
+        self.sent = own.leaving - own.handed
         self.how = own.backward
         self.part = self.parts[part]
         glue = (self.blocks[i].group.largest for i in reversed(self.part) if self.blocks[i].is_glue)
@@ -191,15 +197,20 @@ class StageWalk:
 
     def run(self, actions: Sequence[tuple[str, bool, int]]) -> None:
         """Walk the actions, the last reductions, and the optimizer step."""
-        backwards = 0
+        backwards = total_held = 0
         for number, (kind, is_last, part) in enumerate(actions):
             is_backward = kind == "B" or kind == _PARAMETERS[self.part_bytes[part].backward]
             backwards += is_backward
-            holds = is_backward and backwards == self.held_after
+            held = 0
+            if is_backward and backwards == self.held_after:
+                held += self.part_bytes[part].leaving - self.part_bytes[part].handed
+            if is_backward and backwards == 1:
+                held += self.held_gradients
+            total_held += held
             self.at = (number, None)
-            self.act(kind, is_last, part, holds)
+            self.act(kind, is_last, part, held)
         self.settle()
-        self.fixed -= self.leaving if 0 < self.held_after <= backwards else 0
+        self.fixed -= total_held
         self.at = (len(actions), None)
         if self.wrapped and self.zero <= 1 and self.is_pipeline:
             for group in self.order:
@@ -219,12 +230,13 @@ class StageWalk:
             self.note("reducing gradients", min(waiting, REDUCED_TOGETHER_BYTES))
         self.note("the optimizer step", 0 if self.is_offloaded else -(-temporary // shards))
 
-    def act(self, kind: str, is_last: bool, part: int, holds: bool) -> None:
+    def act(self, kind: str, is_last: bool, part: int, held: int) -> None:
         """Walk one action of one of the rank's stages.
 
         Args:
             kind, is_last, part: as in `run`.
-            holds: from the end of it on the rank holds an output, see `memory.held_send_after`.
+            held: bytes of what is sent that the rank holds from the end of it on, see
+                `memory.held_send_after` and `memory.held_gradient_bytes`.
         """
         self.enter(part)
         self.at = (self.at[0], self.part[0] if kind == "F" else self.part[-1])
@@ -235,7 +247,7 @@ class StageWalk:
         elif kind == "B" or kind == _PARAMETERS[self.how]:
             self.later = self._released() if kind == "W" and self.how == "split" else None
             self._backward(is_last, self.part)
-        self.fixed += self.leaving if holds else 0
+        self.fixed += held
         self.at = (self.at[0], None)
         self.note("between micro-batches")
 
@@ -253,21 +265,10 @@ class StageWalk:
             self.activations += block.own_kept
             if self.zero == 3 and index in self.compute and index != self.stays_gathered:
                 self.gathered.let_go(index)
-        self.activations += self._leaving_added()
-        if self.is_pipeline:
-            self.activations -= self._entering_kept()
+        self.activations += self.sent - sum(self.border[i] for i in part)
         self.buffers.clear()
         if self.zero == 3 and self.is_pipeline:
             self.gathered.let_go(self.root)
-
-    def _entering_kept(self) -> int:
-        """Return the kept stage input: it is the receive buffer, which is counted there."""
-        first = self.blocks[self.part[0]]
-        return min(self.entering, first.input_bytes, first.memory.kept)
-
-    def _leaving_added(self) -> int:
-        """Return the bytes of the stage output that its last block does not keep anyway."""
-        return max(0, self.leaving - self.blocks[self.part[-1]].memory.held_output_bytes)
 
     def _gather_forward(self, group: int) -> None:
         if not self.wrapped or group not in self.compute or group in self.gathered:
@@ -292,7 +293,6 @@ class StageWalk:
     def _backward(self, is_last: bool, part: range) -> None:
         syncs = self.wrapped and (self.zero >= 2 or (is_last and not self.is_pipeline))
         reshards = self.zero == 3 or (is_last and not self.is_pipeline)
-        self.activations += self._entering_kept() if self.is_pipeline else 0
         if self.wrapped and self.zero == 3:
             self._gather_backward(self.root)
             self._prefetch(part[-1] + 1)
@@ -312,11 +312,13 @@ class StageWalk:
                 self.note("reducing gradients", REDUCED_TOGETHER_BYTES - self.waiting)
             if syncs and index in self.compute:
                 self._reduce(index, reshards)
+        returning = 0 if self.later is not None else self.returning
+        self.activations += returning
         if syncs and self.root in self.compute:
             self._reduce(self.root, reshards, self.retained)
         elif self.is_mixed and self.root in self.gradients:
             self.gradients[self.root] = max(before, self.whole[self.root])
-        self.activations -= self.side + self._leaving_added()
+        self.activations -= self.side + self.sent + returning
         self.reduce_input = 0
         self.unmerged = 0
 
@@ -326,23 +328,26 @@ class StageWalk:
         Autograd holds its graph from the last op that reads parameters on, whether the parameters
         need it or not, and the gradients of the results of all such ops come on top.
         """
-        self.activations += self._entering_kept()
         released = self._released()
         for index in reversed(self.part):
             block = self.blocks[index]
             self.at = (self.at[0], index)
             memory = block.accumulating
             peak = memory.border_backward_peak if self._is_sent(index) else memory.backward_peak
-            self.note(f"backward of block {index} to its inputs", peak - memory.kept)
+            transient = peak - memory.kept + block.carried_bytes
+            self.note(f"backward of block {index} to its inputs", transient)
             self.activations += block.deferred_bytes
-        self.activations -= self._entering_kept() + sum(released.values())
+        self.activations -= sum(released.values())
 
     def _released(self) -> dict[int, int]:
         """Return per block of the stage what it lets go of when its backward to the inputs ends."""
         released = {}
         for index in reversed(self.part):
             block = self.blocks[index]
-            released[index] = block.released_bytes if block.deferred_bytes else block.own_kept
+            whole = block.own_kept - self.border[index]
+            released[index] = (
+                max(0, block.released_bytes - self.border[index]) if block.deferred_bytes else whole
+            )
             if block.deferred_bytes:
                 break
         return released
@@ -359,7 +364,7 @@ class StageWalk:
         if self.has_buffer:
             transient = block.accumulating.backward_peak - block.accumulating.kept
             self.note(f"backward of block {index}", transient)
-            self.activations -= block.memory.kept + extra
+            self.activations -= block.own_kept + extra
             return
         group = self.root if block.is_glue else index
         has_grads = self.gradients.get(index if not block.is_glue else self.root, 0) > 0
@@ -372,8 +377,8 @@ class StageWalk:
         if self.later is not None:
             whole = block.memory.parameter_grads
             transient = whole if memory is block.memory else min(whole, block.group.largest)
-        self.note(f"backward of block {index}", transient + joined)
-        self.activations -= block.own_kept + extra
+        self.note(f"backward of block {index}", transient + joined + block.carried_bytes)
+        self.activations -= block.own_kept - self.border[index] + extra
         # Autograd adds up all gradients of a shared parameter before it touches the one there is.
         self.unmerged += block.group.early_grads - block.group.late_grads
         if not adds_up:

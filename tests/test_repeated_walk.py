@@ -44,6 +44,7 @@ def stage_blocks(draw: st.DrawFn, scale: int) -> StageBlock:
         )
 
     kept, trained = number(), number()
+    shared = min(kept, number())
     return StageBlock(
         memory=walked(kept),
         accumulating=walked(kept),
@@ -58,9 +59,11 @@ def stage_blocks(draw: st.DrawFn, scale: int) -> StageBlock:
         ),
         is_glue=draw(st.booleans()),
         input_bytes=number(),
-        shared_bytes=min(kept, number()),
+        shared_bytes=shared,
         deferred_bytes=number(),
         released_bytes=min(kept, number()),
+        border_bytes=min(kept - shared, number()),
+        carried_bytes=number(),
     )
 
 
@@ -90,6 +93,8 @@ def ranks(draw: st.DrawFn) -> dict[str, Any]:
             side=draw(NUMBERS),
             entering=draw(NUMBERS) * (rank + part > 0),
             leaving=draw(NUMBERS) * (rank < pp - 1 or part < v - 1),
+            handed=draw(st.sampled_from((0, 0, 1))) * (0 < rank < pp - 1),
+            returning=draw(NUMBERS) * (rank + part > 0),
             backward=draw(st.sampled_from(get_args(StageBackward))),
         )
         for part in range(v)

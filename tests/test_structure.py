@@ -122,6 +122,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("decision_tables", "block_layouts"),
     ("parameter_groups",),
     ("costs",),
+    ("stage_borders",),
     ("stage_bytes", "border_seconds"),
     ("search_options", "plan_prices", "reserved", "interleaving"),
     ("setting_problem", "split_cuts", "held"),
