@@ -95,7 +95,7 @@ class Planner:
         workers: processes that trace and search; None: as many as there are cores. Plans do not
             depend on it.
         posed: cache of `autoplan.setting_solver`.
-        least, borders_s, state_bytes, strided: caches of `autoplan.bounds`.
+        least, borders_s, state_bytes, strided: caches of `autoplan.bounds` and `held`.
         fewest_rows: of a micro-batch that the model can run on; found with the smallest trace.
     """
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from autoplan.bounds import held_excess
+from autoplan.bounds import held_excess, static_reason
 from autoplan.cluster import Cluster, NodeGroup
 from autoplan.errors import InfeasibleError, SearchLimitError
+from autoplan.held import mean_room, static_need
 from autoplan.leanest import least_memory, least_of
 from autoplan.limits import kept_constraints, make_limits
 from autoplan.optimizing import find_plan, optimize
@@ -237,6 +238,33 @@ def test_no_plan_of_least_memory_is_below_what_ranks_hold_together() -> None:
             assert least_of(planner, setting).excess_bytes >= bound
             found += bound > 0
     assert found
+
+
+@pytest.mark.parametrize("cluster", ["1x4:cpu", "1x4:v100", "1x2:h100 + 1x2:a100"])
+def test_no_plan_of_least_memory_is_below_what_an_optimizers_step_needs(cluster: str) -> None:
+    deep = ChainSpec(width=8, vocabulary=16, bodies=(replace(BODY, count=5, hidden=32),))
+    planner = planner_of(deep, cluster_of(cluster, "8KiB"), workload_of(8))
+    refused = 0
+    for setting in planner.settings():
+        if setting.virtual_stages == 1 and setting.microbatch_size == 1:
+            excess = least_of(planner, setting).excess_bytes
+            need, room = static_need(planner, setting), mean_room(planner.cluster, setting)
+            assert excess >= need - room
+            assert excess >= held_excess(planner, setting)
+            if static_reason(planner, setting) is not None:
+                assert excess > 0
+                refused += 1
+    assert refused
+
+
+def test_unlike_devices_that_hold_too_little_together_are_refused_without_a_search() -> None:
+    large = replace(load_profile("a100_sxm_80gb"), memory_bytes=60_000, reserve_bytes=0)
+    small = NodeGroup(num_nodes=1, device=replace(large, name="small", memory_bytes=4096))
+    cluster = replace(Cluster.from_device(large, num_nodes=2, gpus_per_node=1), slower=(small,))
+    planner = planner_of(CHAIN, cluster, workload_of(4), {"pp": 2})
+    assert max(static_need(planner, s) for s in planner.settings()) < large.memory_bytes
+    reasons = [static_reason(planner, setting) for setting in planner.settings()]
+    assert all(reason is not None and reason.endswith("in the mean") for reason in reasons)
 
 
 def test_ranks_with_the_same_blocks_hold_no_more_than_the_first_of_them() -> None:
