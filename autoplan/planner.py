@@ -387,8 +387,12 @@ class Planner:
         *,
         time_limit_s: float,
         progress: Callable[[Progress], None] | None = None,
+        cutoff: int | None = None,
     ) -> tuple[MeshResult, dict[str, Setting]]:
-        """Return the result of the search over all settings, and the settings by name."""
+        """Return the result of the search over all settings, and the settings by name.
+
+        `cutoff`: ticks; only plans below it are wanted.
+        """
         settings = {str(s): s for s in self.settings()}
         candidates = [
             Candidate(
@@ -415,6 +419,7 @@ class Planner:
             time_limit_s=time_limit_s,
             progress=progress,
             workers=self.num_workers(),
+            cutoff=cutoff,
         )
         return result, settings
 
