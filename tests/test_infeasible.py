@@ -15,7 +15,7 @@ from autoplan.bounds import held_excess, static_reason
 from autoplan.cluster import Cluster, NodeGroup
 from autoplan.errors import InfeasibleError, SearchLimitError
 from autoplan.held import mean_room, static_need
-from autoplan.leanest import least_memory, least_of
+from autoplan.leanest import least_memory, least_of, least_within
 from autoplan.limits import kept_constraints, make_limits
 from autoplan.optimizing import find_plan, optimize
 from autoplan.planner import Planner, make_planner
@@ -92,6 +92,28 @@ def test_device_memory_that_is_named_fits_and_less_does_not(gpu_error: Infeasibl
     assert max(plan.predicted.peak_memory_bytes) <= named
     less = int(gpu_error.need_bytes * 0.97)
     error_of(planner_of(CHAIN, cluster_of("1x2:v100", less), workload_of(4)))
+
+
+def test_devices_that_are_no_larger_than_what_did_not_fit_are_not_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    def least_asked(planner: Planner, **options: Any) -> Any:
+        asked.append(planner.cluster.capacity_bytes)
+        return least_within(planner, **options)
+
+    monkeypatch.setattr("autoplan.remedies.least_within", least_asked)
+    planner = planner_of(CHAIN, cluster_of("1x2:v100", "40KiB"), workload_of(4))
+    need = least_memory(planner).need_bytes
+    sizes = [need - 2000, need - 3000, need - 1, need - 2, need, need + 9, need - 1500]
+    clusters = [cluster_of("1x2:a100", size) for size in sizes]
+    trials = Trials(planner)
+    assert [trials.fits(cluster=own) for own in clusters] == [size >= need for size in sizes]
+    assert asked == [need - 2000, need - 1, need, need + 9]
+    assert all(
+        Trials(planner).fits(cluster=own) == (own.capacity_bytes >= need) for own in clusters
+    )
 
 
 def test_more_devices_that_are_named_fit(gpu_error: InfeasibleError) -> None:
