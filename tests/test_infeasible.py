@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoplan.bounds import held_excess, static_reason
+from autoplan.bounds import held_excess, static_reason, unrunnable_reason
 from autoplan.cluster import Cluster, NodeGroup
 from autoplan.errors import InfeasibleError, SearchLimitError
 from autoplan.held import mean_room, static_need
@@ -307,6 +307,28 @@ def test_ranks_with_the_same_blocks_hold_no_more_than_the_first_of_them() -> Non
             even += 1
             assert least.need_bytes == max(walked)
     assert even
+
+
+@pytest.mark.parametrize(
+    ("cluster", "pins", "share"),
+    [
+        ("1x2:v100", {}, 0.6),
+        ("1x2:cpu", {"zero_stage": 0}, 0.9),
+        ("1x1:h100 + 1x1:a100", {"recompute": "none"}, 0.5),
+    ],
+)
+def test_what_is_left_out_early_changes_no_word_of_an_infeasible_answer(
+    cluster: str, pins: dict[str, Any], share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planner(memory: int | str) -> Planner:
+        return planner_of(CHAIN, cluster_of(cluster, memory), workload_of(8), pins)
+
+    tight = int(least_memory(planner("1GiB")).need_bytes * share)
+    answer = str(error_of(planner(tight)))
+    monkeypatch.setattr("autoplan.planner.static_reason", unrunnable_reason)
+    monkeypatch.setattr("autoplan.leanest.static_need", lambda planner, setting: 0)
+    monkeypatch.setattr(Trials, "_any_fits", lambda self, changed, _: self._leanest_fits(changed))
+    assert str(error_of(planner(tight))) == answer
 
 
 def test_sizes_round_up_so_that_reading_them_back_never_gives_less() -> None:
