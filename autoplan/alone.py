@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from autoplan.bounds import ops_bound, static_reason
 from autoplan.cluster import Cluster
-from autoplan.units import TICK_S, format_seconds
+from autoplan.units import TICK_S, format_seconds, to_ticks
 
 if TYPE_CHECKING:
     from autoplan.planner import Planner
@@ -68,5 +68,5 @@ def _seconds_on(
     )
     if not any(may_win):
         return None
-    result, _ = other.search(time_limit_s=time_limit_s)
+    result, _ = other.search(time_limit_s=time_limit_s, cutoff=to_ticks(step_time_s))
     return None if result.objective is None else result.objective * TICK_S

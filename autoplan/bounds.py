@@ -11,7 +11,7 @@ from autoplan.conventions import Convention
 from autoplan.costs import Pricer
 from autoplan.frontiers import fastest_ops_s
 from autoplan.graph import ParameterTrace, Placement, Trace
-from autoplan.held import least_held_bytes
+from autoplan.held import least_held_bytes, mean_room, static_need
 from autoplan.interleaving import stage_counts
 from autoplan.layout_check import fsdp_can_slice
 from autoplan.search.candidates import Refinement
@@ -36,9 +36,7 @@ __all__ = [
     "layout_reason",
     "least_bound",
     "memory_bound",
-    "most_bytes",
     "ops_bound",
-    "static_need",
     "static_reason",
     "strided_states",
     "unrunnable_reason",
@@ -90,19 +88,18 @@ def layout_reason(planner: Planner, setting: Setting) -> str | None:
 def static_reason(planner: Planner, setting: Setting) -> str | None:
     """Return why a setting cannot be, whatever is decided about its blocks, or None.
 
-    Parameters and optimizer state must fit, counted in shards that divide by every degree and
-    without activations; and the layout must be one that can be run.
+    What the optimizer's step needs must fit (`static_need`), without activations; and the layout
+    must be one that can be run.
     """
     unrunnable = unrunnable_reason(planner, setting)
     if unrunnable is not None:
         return unrunnable
-    need = static_need(planner, setting)
-    capacity = most_bytes(planner, setting)
-    if need <= capacity:
+    need, room = static_need(planner, setting), mean_room(planner.cluster, setting)
+    if need <= room:
         return None
     return (
-        f"parameters and optimizer state alone need {format_bytes(need)} a device, it has "
-        f"{format_bytes(capacity)}"
+        f"parameters, gradients and optimizer state alone need {format_bytes(need)} a device, "
+        f"which has {format_bytes(room)}" + " in the mean" * bool(planner.cluster.slower)
     )
 
 
@@ -144,36 +141,6 @@ def _write_reason(planner: Planner, setting: Setting) -> str | None:
         writer = trace.calls[lost.writer].fqn or "the code between blocks"
         return f"with {reason} {writer} writes to a copy of its input, and {lost.value} misses it"
     return None
-
-
-def static_need(planner: Planner, setting: Setting) -> int:
-    """Return bytes that some device needs for parameters and optimizer states at least."""
-    if setting.offload != "none":
-        return 0
-    return _state_bytes(planner) // (setting.shards * setting.tp * setting.pp)
-
-
-def _state_bytes(planner: Planner) -> int:
-    """Return bytes of all parameters and optimizer states, undivided, each once."""
-    if planner.state_bytes is None:
-        trace = planner.smallest_trace()
-        ratio = planner.workload.parameter_bytes_per_traced_byte
-        per_byte = planner.workload.optimizer.state_bytes_per_byte
-        canonical = trace.first_names()
-        sizes: dict[str, int] = {}
-        for call in trace.calls:
-            for state, fqn in zip(trace.blocks[call.block].states, call.states, strict=True):
-                factor = 1 + per_byte * state.is_trained
-                sizes[canonical.get(fqn, fqn)] = int(state.nbytes * ratio * factor)
-        planner.state_bytes = sum(sizes.values())
-    return planner.state_bytes
-
-
-def most_bytes(planner: Planner, setting: Setting) -> int:
-    """Return the most bytes that a stage of the setting may use on a device."""
-    if not planner.cluster.slower:
-        return planner.cluster.capacity_bytes
-    return max(planner.cluster.on_stage(setting, s).capacity_bytes for s in range(setting.pp))
 
 
 def blocks_bound(planner: Planner, setting: Setting) -> Refinement:
@@ -276,8 +243,7 @@ def convention_bound(planner: Planner, setting: Setting, convention: Convention)
     is_sliced = convention.is_sequence_parallel
     least = _least(planner, setting, convention)
     unit = planner.pricer(setting.microbatch_size).memory_unit
-    capacity = most_bytes(planner, setting) // unit
-    if least.static > capacity * setting.pp:
+    if least.static > mean_room(planner.cluster, setting) * setting.pp // unit:
         need = least.static * unit // setting.pp
         return Refinement(
             infeasible=f"parameters and optimizer state alone need {format_bytes(need)} a device"
@@ -399,8 +365,7 @@ def held_excess(planner: Planner, setting: Setting, *, has_detours: bool = False
         least_held_bytes(pricer, setting, convention, has_detours=has_detours)
         for convention in pricer.conventions(setting.tp)
     )
-    room = sum(planner.cluster.on_stage(setting, s).capacity_bytes for s in range(setting.pp))
-    return (held - room) // setting.pp
+    return held // setting.pp - mean_room(planner.cluster, setting)
 
 
 def _together(planner: Planner, setting: Setting, convention: Convention) -> int | None:

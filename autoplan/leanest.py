@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from autoplan.bounds import held_excess, most_bytes, static_need, unrunnable_reason
+from autoplan.bounds import held_excess, unrunnable_reason
 from autoplan.conventions import Convention
 from autoplan.costs import Pricer
 from autoplan.frontiers import Decision
+from autoplan.held import mean_room, static_need
 from autoplan.memory import StageMemory
 from autoplan.search_options import alike, call_bytes
 from autoplan.settings import Setting
@@ -87,7 +88,7 @@ def least_within(
         if runnable:
             most = 0 if is_any_enough else (math.inf if best is None else best.excess_bytes)
             # The cheap bound first: the other one needs the decisions of the blocks.
-            if static_need(planner, setting) - most_bytes(planner, setting) > most:
+            if static_need(planner, setting) - mean_room(planner.cluster, setting) > most:
                 continue
             if most < math.inf and held_excess(planner, setting) > most:
                 continue

@@ -77,7 +77,7 @@ class Planner:
         workers: processes that trace and search; None: as many as there are cores. Plans do not
             depend on it.
         posed: cache of `autoplan.setting_solver`.
-        least, borders_s, state_bytes, strided: caches of `autoplan.bounds`.
+        least, borders_s, state_bytes, strided: caches of `autoplan.bounds` and `held`.
         fewest_rows: of a micro-batch that the model can run on; found with the smallest trace.
     """
 
@@ -248,8 +248,12 @@ class Planner:
         *,
         time_limit_s: float,
         progress: Callable[[Progress], None] | None = None,
+        cutoff: int | None = None,
     ) -> tuple[MeshResult, dict[str, Setting]]:
-        """Return the result of the search over all settings, and the settings by name."""
+        """Return the result of the search over all settings, and the settings by name.
+
+        `cutoff`: ticks; only plans below it are wanted.
+        """
         settings = {str(s): s for s in self.settings()}
         candidates = [
             Candidate(
@@ -276,6 +280,7 @@ class Planner:
             time_limit_s=time_limit_s,
             progress=progress,
             workers=self.num_workers(),
+            cutoff=cutoff,
         )
         return result, settings
 

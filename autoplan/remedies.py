@@ -34,12 +34,14 @@ class Trials:
 
     The memory of a decision depends neither on nodes nor on devices. So all problems of one pinned
     recomputation, with or without activations on the host, price the decisions of one cluster,
-    whose nodes are as full as those of any.
+    whose nodes are as full as those of any; and what does not fit on some nodes does not fit on as
+    many with devices of less memory either.
     """
 
     planner: Planner
     _bases: dict[tuple[Any, bool], Planner] = field(default_factory=dict)
     _known: dict[tuple[object, ...], bool] = field(default_factory=dict)
+    _too_small: dict[tuple[object, ...], int] = field(default_factory=dict)
 
     def fits(
         self,
@@ -60,8 +62,22 @@ class Trials:
         limited = repr((changed.pins, changed.limits))
         key = (changed.cluster, limited, changed.workload.offload)
         if key not in self._known:
-            self._known[key] = self._leanest_fits(changed)
+            self._known[key] = self._any_fits(changed, (limited, changed.workload.offload))
         return self._known[key]
+
+    def _any_fits(self, changed: Planner, asked: tuple[object, ...]) -> bool:
+        """Return whether the leanest fits, unless it does not on like nodes of larger devices."""
+        cluster = changed.cluster
+        if cluster.slower:
+            return self._leanest_fits(changed)
+        like = (*asked, cluster.num_nodes, cluster.gpus_per_node, cluster.is_cpu)
+        if cluster.capacity_bytes <= self._too_small.get(like, -1):
+            return False
+        is_fitting = self._leanest_fits(changed)
+        if not is_fitting:
+            known = self._too_small.get(like, -1)
+            self._too_small[like] = max(known, cluster.capacity_bytes)
+        return is_fitting
 
     def _leanest_fits(self, changed: Planner) -> bool:
         try:

@@ -285,14 +285,10 @@ def _between(steps: Elimination, costs: Costs, gaps: Sequence[_Gap]) -> list[Lab
         return []
     least_time = cheapest(steps, costs, 1, 0).to_end
     least_memory = cheapest(steps, costs, 0, 1).to_end
-    lean_time = _column([gap.lean.time for gap in gaps])
-    fast_memory = _column([gap.fast.memory for gap in gaps])
-    corner = _column([gap.corner for gap in gaps])
-    time_weight = _column([gap.paths.time_weight for gap in gaps])
-    memory_weight = _column([gap.paths.memory_weight for gap in gaps])
     key = np.zeros(1, dtype=np.int64)
     time = memory = np.zeros(1, dtype=np.int64)
     history: list[tuple[_Ints, _Ints]] = []
+    chain = _Chain.of(gaps)
     for index, step in enumerate(steps.steps, start=1):
         counts = step.first[key + 1] - step.first[key]
         parent = np.repeat(np.arange(len(key)), counts)
@@ -301,13 +297,8 @@ def _between(steps: Elimination, costs: Costs, gaps: Sequence[_Gap]) -> list[Lab
         key = step.target[edge]
         time = time[parent] + costs.time[step.row[edge]]
         memory = memory[parent] + costs.memory[step.row[edge]]
-        to_end = np.stack([gap.paths.to_end[index] for gap in gaps])[:, key]
-        fits = (
-            (time + least_time[index][key] < lean_time)
-            & (memory + least_memory[index][key] < fast_memory)
-            & (time_weight * time + memory_weight * memory + to_end <= corner)
-        )
-        kept = np.nonzero(fits.any(axis=0))[0]
+        ahead = time + least_time[index][key], memory + least_memory[index][key]
+        kept = chain.may_end_in(index, key, (time, memory), ahead)
         kept = kept[_undominated(key[kept], time[kept], memory[kept])]
         if len(kept) > _MAX_LABELS:
             raise TooManyLabelsError
@@ -321,8 +312,57 @@ def _between(steps: Elimination, costs: Costs, gaps: Sequence[_Gap]) -> list[Lab
     ]
 
 
-def _column(values: Sequence[int]) -> _Ints:
-    return np.array(values, dtype=np.int64)[:, None]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chain:
+    """Gaps from the fastest to the leanest, which share at most their ends.
+
+    Those that are slow enough for a label come after all others, and those that take memory enough
+    before them.
+    """
+
+    gaps: tuple[_Gap, ...]
+    corner: tuple[int, ...]
+    lean_time: _Ints
+    less_memory: _Ints  # of the fast ends, negative: in the order of the gaps it does not fall
+
+    @classmethod
+    def of(cls, gaps: Sequence[_Gap]) -> _Chain:
+        """Return the chain of some gaps."""
+        return cls(
+            gaps=tuple(gaps),
+            corner=tuple(gap.corner for gap in gaps),
+            lean_time=np.array([gap.lean.time for gap in gaps], dtype=np.int64),
+            less_memory=np.array([-gap.fast.memory for gap in gaps], dtype=np.int64),
+        )
+
+    def may_end_in(
+        self,
+        index: int,
+        key: _Ints,
+        spent: tuple[_Ints, _Ints],
+        least: tuple[_Ints, _Ints],
+    ) -> _Ints:
+        """Return the indices of labels that may end in an undominated point of some gap.
+
+        Args:
+            index: of the step after which the labels are, from 1 on.
+            key: of each label.
+            spent: its time and memory.
+            least: these with what is left at the least, each alone.
+        """
+        first = np.searchsorted(self.lean_time, least[0], side="right")
+        last = np.searchsorted(self.less_memory, -least[1], side="left")
+        left = np.nonzero(first < last)[0]
+        found = []
+        for number, (gap, corner) in enumerate(zip(self.gaps, self.corner, strict=True)):
+            is_asked = (first[left] <= number) & (number < last[left])
+            asked, paths = left[is_asked], gap.paths
+            total = paths.time_weight * spent[0][asked] + paths.memory_weight * spent[1][asked]
+            fits = total + paths.to_end[index][key[asked]] <= corner
+            found.append(asked[fits])
+            is_asked[is_asked] = fits
+            left = left[~is_asked]
+        return np.sort(np.concatenate(found))
 
 
 def _undominated(key: _Ints, time: _Ints, memory: _Ints) -> _Ints:
@@ -331,9 +371,13 @@ def _undominated(key: _Ints, time: _Ints, memory: _Ints) -> _Ints:
     In the order of key, time and memory a label stays if its memory is below all before it of its
     key; offsetting memories by key makes that one running minimum.
     """
-    order = np.lexsort((memory, time, key))
-    if not len(order):
-        return order
+    if not len(key):
+        return np.zeros(0, dtype=np.int64)
+    most = int(time.max()) + 1
+    if int(key.max()) < UNREACHABLE // most:  # both as one number: one sort less
+        order = np.lexsort((memory, key * most + time))
+    else:
+        order = np.lexsort((memory, time, key))
     span = int(memory.max()) + 1
     offset = memory[order] - key[order] * span
     before = np.minimum.accumulate(offset)

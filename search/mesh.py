@@ -73,7 +73,7 @@ class MeshResult:
 
     Attributes:
         status: "optimal": proven; "feasible": ended early with a solution; "infeasible": no
-            candidate has a solution; "unknown": ended early without a solution.
+            candidate has a solution, or none below the cutoff; "unknown": ended early without one.
         best_name: of the winning candidate; None without a solution.
         solution: of the winning candidate; None without a solution.
         objective: ticks; None without a solution.
@@ -137,8 +137,10 @@ class _MeshSearch:
         time_limit_s: float,
         slice_s: float,
         workers: int = 1,
+        cutoff: int | None = None,
     ):
         self.candidates = candidates
+        self.cutoff = cutoff
         self.workers = min(workers, len(candidates))
         self.crew: Crew | None = None
         self.started = clock.monotonic()
@@ -176,14 +178,15 @@ class _MeshSearch:
     def cutoff_of(self, entry: _Entry) -> int | None:
         """Return the objective that a candidate must stay below to become the best."""
         if self.best is None or self.objective is None:
-            return None
+            return self.cutoff
         return self.objective + (entry.candidate.key < self.best.candidate.key)
 
     def bound(self) -> int:
         """Return the proven bound of the whole search."""
         bounds = [entry.bound for entry in self.entries if not entry.is_settled]
-        if self.objective is not None:
-            bounds.append(self.objective)
+        known = self.cutoff if self.objective is None else self.objective
+        if known is not None:
+            bounds.append(known)
         return min(bounds, default=0)
 
     def step(self) -> None:
@@ -338,10 +341,11 @@ class _MeshSearch:
             if entry.is_exhausted:
                 return "unexplored", "what was found is not faster, its bound is"
             return "unexplored", "the search ended before this setting was settled"
-        assert self.objective is not None, "settled without a solution, but not infeasible"
+        best = self.cutoff if self.objective is None else self.objective
+        assert best is not None, "settled without a solution, but not infeasible"
         if entry.solution is not None:
-            return "slower", _slower_by(entry.solution.objective, self.objective, "it is")
-        return "cut", _slower_by(entry.bound, self.objective, "it is at least")
+            return "slower", _slower_by(entry.solution.objective, best, "it is")
+        return "cut", _slower_by(entry.bound, best, "it is at least")
 
 
 def search_settings(
@@ -352,6 +356,7 @@ def search_settings(
     progress: Callable[[Progress], None] | None = None,
     first_slice_s: float = 10.0,
     workers: int = 1,
+    cutoff: int | None = None,
 ) -> MeshResult:
     """Return the candidate of least objective, and why every other one is not it.
 
@@ -364,6 +369,7 @@ def search_settings(
             comes back with twice as much.
         workers: processes that may work ahead; the steps of the search and its result are the same
             with any number.
+        cutoff: ticks; only a candidate below it is wanted, as if it were the objective of another.
 
     Returns:
         The result; time-out and infeasibility are statuses, not errors.
@@ -375,7 +381,7 @@ def search_settings(
     """
     if len({candidate.key for candidate in candidates}) != len(candidates):
         raise ValueError("two candidates have the same key: keys break ties, so make them differ")
-    search = _MeshSearch(candidates, time_limit_s, first_slice_s, workers)
+    search = _MeshSearch(candidates, time_limit_s, first_slice_s, workers, cutoff)
     is_interrupted = False
     try:
         while search.queue and clock.monotonic() < search.deadline:

@@ -102,11 +102,16 @@ def stage_time_bounds(
         return _interval_sums(np.repeat(of_run, counts), places)
 
     spare = room - (stage_working(runs, cuts) if working is None else working)
+    loose = spare + _BOUND_SLACK * np.abs(spare)
     bounds = sums(block_minima(runs, times))
+    relaxed, paid = np.empty_like(bounds), np.empty_like(bounds)
     for price in memory_prices(times, held):
         priced = block_minima(runs, times + price * held)
-        slack = _BOUND_SLACK * ((priced * counts).sum() + price * np.abs(spare))
-        bounds = np.maximum(bounds, sums(priced) - price * spare - slack)
+        until = _prefix_sums(np.repeat(priced, counts), places)
+        np.subtract(until, (until + _BOUND_SLACK * (priced * counts).sum())[:, None], out=relaxed)
+        np.multiply(loose, price, out=paid)
+        relaxed -= paid
+        np.maximum(bounds, relaxed, out=bounds)
     rounded = np.ceil(bounds * (1.0 - _BOUND_SLACK))
     impossible = (sums(block_minima(runs, held)) > spare) | (places[:, None] >= places[None, :])
     return np.where(impossible, UNREACHABLE, np.clip(rounded, 0, UNREACHABLE)).astype(np.int64)
@@ -141,8 +146,13 @@ def option_columns(
 
 def _interval_sums(values: NDArray[Any], places: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return [start, end] sums of values[start:end] for the starts and ends of `places`."""
-    prefix = np.concatenate([[0.0], np.cumsum(values.astype(np.float64))])[places]
-    return np.asarray(prefix[None, :] - prefix[:, None])
+    until = _prefix_sums(values, places)
+    return np.asarray(until[None, :] - until[:, None])
+
+
+def _prefix_sums(values: NDArray[Any], places: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the sum of all values before each place."""
+    return np.concatenate([[0.0], np.cumsum(values.astype(np.float64))])[places]
 
 
 def _interval_max(values: NDArray[Any], places: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -157,7 +167,8 @@ def _interval_max(values: NDArray[Any], places: NDArray[np.int64]) -> NDArray[np
 def memory_prices(times: NDArray[np.float64], held: NDArray[np.float64]) -> list[float]:
     """Return prices of memory in ticks per unit, spread over the blocks' own exchange rates."""
     rates = set()
-    for own_times, own_held in np.unique(np.stack([times, held], axis=1), axis=0):
+    unlike = {own.tobytes(): own for own in np.stack([times, held], axis=1)}
+    for own_times, own_held in unlike.values():
         points = sorted(zip(own_held.tolist(), own_times.tolist(), strict=True))
         for (less, slow), (more, fast) in pairwise(points):
             if more > less and slow > fast:

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from autoplan.bounds import held_excess
+from autoplan.bounds import held_excess, static_reason, unrunnable_reason
 from autoplan.cluster import Cluster, NodeGroup
 from autoplan.errors import InfeasibleError, SearchLimitError
-from autoplan.leanest import least_memory, least_of
+from autoplan.held import mean_room, static_need
+from autoplan.leanest import least_memory, least_of, least_within
 from autoplan.limits import kept_constraints, make_limits
 from autoplan.optimizing import find_plan, optimize
 from autoplan.planner import Planner, make_planner
@@ -92,6 +93,28 @@ def test_device_memory_that_is_named_fits_and_less_does_not(gpu_error: Infeasibl
     assert max(plan.predicted.peak_memory_bytes) <= named
     less = int(gpu_error.need_bytes * 0.97)
     error_of(planner_of(CHAIN, cluster_of("1x2:v100", less), workload_of(4)))
+
+
+def test_devices_that_are_no_larger_than_what_did_not_fit_are_not_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    def least_asked(planner: Planner, **options: Any) -> Any:
+        asked.append(planner.cluster.capacity_bytes)
+        return least_within(planner, **options)
+
+    monkeypatch.setattr("autoplan.remedies.least_within", least_asked)
+    planner = planner_of(CHAIN, cluster_of("1x2:v100", "40KiB"), workload_of(4))
+    need = least_memory(planner).need_bytes
+    sizes = [need - 2000, need - 3000, need - 1, need - 2, need, need + 9, need - 1500]
+    clusters = [cluster_of("1x2:a100", size) for size in sizes]
+    trials = Trials(planner)
+    assert [trials.fits(cluster=own) for own in clusters] == [size >= need for size in sizes]
+    assert asked == [need - 2000, need - 1, need, need + 9]
+    assert all(
+        Trials(planner).fits(cluster=own) == (own.capacity_bytes >= need) for own in clusters
+    )
 
 
 def test_more_devices_that_are_named_fit(gpu_error: InfeasibleError) -> None:
@@ -240,6 +263,33 @@ def test_no_plan_of_least_memory_is_below_what_ranks_hold_together() -> None:
     assert found
 
 
+@pytest.mark.parametrize("cluster", ["1x4:cpu", "1x4:v100", "1x2:h100 + 1x2:a100"])
+def test_no_plan_of_least_memory_is_below_what_an_optimizers_step_needs(cluster: str) -> None:
+    deep = ChainSpec(width=8, vocabulary=16, bodies=(replace(BODY, count=5, hidden=32),))
+    planner = planner_of(deep, cluster_of(cluster, "8KiB"), workload_of(8))
+    refused = 0
+    for setting in planner.settings():
+        if setting.virtual_stages == 1 and setting.microbatch_size == 1:
+            excess = least_of(planner, setting).excess_bytes
+            need, room = static_need(planner, setting), mean_room(planner.cluster, setting)
+            assert excess >= need - room
+            assert excess >= held_excess(planner, setting)
+            if static_reason(planner, setting) is not None:
+                assert excess > 0
+                refused += 1
+    assert refused
+
+
+def test_unlike_devices_that_hold_too_little_together_are_refused_without_a_search() -> None:
+    large = replace(load_profile("a100_sxm_80gb"), memory_bytes=60_000, reserve_bytes=0)
+    small = NodeGroup(num_nodes=1, device=replace(large, name="small", memory_bytes=4096))
+    cluster = replace(Cluster.from_device(large, num_nodes=2, gpus_per_node=1), slower=(small,))
+    planner = planner_of(CHAIN, cluster, workload_of(4), {"pp": 2})
+    assert max(static_need(planner, s) for s in planner.settings()) < large.memory_bytes
+    reasons = [static_reason(planner, setting) for setting in planner.settings()]
+    assert all(reason is not None and reason.endswith("in the mean") for reason in reasons)
+
+
 def test_ranks_with_the_same_blocks_hold_no_more_than_the_first_of_them() -> None:
     deep = ChainSpec(width=8, vocabulary=16, bodies=(replace(BODY, count=9, hidden=32),))
     planner = planner_of(deep, cluster_of("1x4:cpu", "1GiB"), workload_of(8), {"pp": 4, "dp": 1})
@@ -258,6 +308,28 @@ def test_ranks_with_the_same_blocks_hold_no_more_than_the_first_of_them() -> Non
             even += 1
             assert least.need_bytes == max(walked)
     assert even
+
+
+@pytest.mark.parametrize(
+    ("cluster", "pins", "share"),
+    [
+        ("1x2:v100", {}, 0.6),
+        ("1x2:cpu", {"zero_stage": 0}, 0.9),
+        ("1x1:h100 + 1x1:a100", {"recompute": "none"}, 0.5),
+    ],
+)
+def test_what_is_left_out_early_changes_no_word_of_an_infeasible_answer(
+    cluster: str, pins: dict[str, Any], share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planner(memory: int | str) -> Planner:
+        return planner_of(CHAIN, cluster_of(cluster, memory), workload_of(8), pins)
+
+    tight = int(least_memory(planner("1GiB")).need_bytes * share)
+    answer = str(error_of(planner(tight)))
+    monkeypatch.setattr("autoplan.planner.static_reason", unrunnable_reason)
+    monkeypatch.setattr("autoplan.leanest.static_need", lambda planner, setting: 0)
+    monkeypatch.setattr(Trials, "_any_fits", lambda self, changed, _: self._leanest_fits(changed))
+    assert str(error_of(planner(tight))) == answer
 
 
 def test_sizes_round_up_so_that_reading_them_back_never_gives_less() -> None:

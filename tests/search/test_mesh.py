@@ -104,6 +104,22 @@ def test_every_candidate_says_why_it_is_not_the_answer() -> None:
     assert (result.num_refined, result.num_solved) == (2, 3)
 
 
+@few
+@given(drawn=settings_drawn(), cutoff=st.integers(0, 15))
+def test_a_cutoff_leaves_what_is_below_it_alone_and_solves_nothing_that_is_not(
+    drawn: list[tuple[int, int | None]], cutoff: int
+) -> None:
+    candidates = [candidate(key, bound, own) for key, (bound, own) in enumerate(drawn)]
+    free = search_settings(candidates, time_limit_s=20)
+    below = search_settings(candidates, time_limit_s=20, cutoff=cutoff)
+    if free.objective is not None and free.objective < cutoff:
+        assert (below.best_name, below.objective) == (free.best_name, free.objective)
+    else:
+        assert (below.best_name, below.status) == (None, "infeasible")
+        assert below.bound >= min(cutoff, free.bound)
+    assert below.num_solved <= sum(bound < cutoff for bound, _ in drawn)
+
+
 def test_a_candidate_whose_bound_is_no_better_is_never_solved() -> None:
     def solve(cutoff: int | None, time_limit_s: float) -> PipelineSolution:
         raise AssertionError("solved in vain")
