@@ -36,6 +36,7 @@ DIRECTION_BY_ROLE: dict[str, GemmDirection] = {
 DONOR_DEVICES = {"A100-PCIe-80": ("A100-PCIe-80", "A100-PCIe"), "B200": ("B200-SXM",)}
 # The tensor-core peak of the donors of attention_kernels.csv, by name there.
 ATTENTION_PEAK_TFLOPS = {"A100-SXM4-80": 312.0, "H100-SXM5-80": 989.0}  # devices.csv, peak_bf16
+ATTENTION_FAMILIES = {"A100-SXM4-80": ("A100-SXM",), "H100-SXM5-80": ("H100-SXM",)}
 OWN_ATTENTION = {"a100_sxm_80gb": "A100-SXM4-80", "h100_sxm_80gb": "H100-SXM5-80"}
 
 LIGER_H100 = "NVIDIA H100 80GB HBM3"
@@ -182,7 +183,8 @@ def _flash(
     is_own = OWN_ATTENTION.get(source.name) == source.attention_donor or source.name.startswith(
         ("a100", "h200")
     )
-    factor = 1.0 if is_own else peak / donor_peak
+    power_share = _power_share(source, measurements)
+    factor = 1.0 if is_own else peak / donor_peak * power_share
     rates: dict[tuple[str, bool], list[tuple[int, int, int, float]]] = {}
     for (is_causal, head_dim, seq), (combined, groups, _) in both.items():
         key = (is_causal, head_dim, seq)
@@ -200,13 +202,25 @@ def _flash(
     return _attention_tables(rates, dtype, kernel, origin), {
         origin: Origin(
             kind="published" if is_own else "assumed",
-            text=_attention_text(source, impl, is_own, citation),
+            text=_attention_text(source, impl, is_own, citation, power_share),
             device=source.attention_donor,
         )
     }
 
 
-def _attention_text(source: DeviceSource, impl: str, is_own: bool, citation: str) -> str:
+def _power_share(source: DeviceSource, measurements: Measurements) -> float:
+    """Return what a power limit leaves of a rate, relative to the device attention was timed on."""
+    donor = ATTENTION_FAMILIES[source.attention_donor]
+    ours, theirs = (
+        sustained_share(measurements, _density(measurements, family, watts))
+        for family, watts in ((source.family, source.watts), (donor, None))
+    )
+    return ours / theirs
+
+
+def _attention_text(
+    source: DeviceSource, impl: str, is_own: bool, citation: str, power_share: float
+) -> str:
     split = "forward and backward at one rate"
     if impl == "FA2" and source.attention_donor.startswith("H100"):
         split = "backward from the combined and the forward bars"
@@ -214,7 +228,10 @@ def _attention_text(source: DeviceSource, impl: str, is_own: bool, citation: str
         split = "forward and backward told apart by the ratio of the H100 bars"
     note = f"{impl} bars on {source.attention_donor}, {split}; {citation}"
     if not is_own:
-        note += "; transferred: the same fraction of peak is assumed here"
+        note += (
+            "; transferred: the same fraction of peak is assumed here, times "
+            f"{power_share:.3f} for the power limit"
+        )
     elif source.name not in OWN_ATTENTION:
         note += "; transferred: the same chip with other memory"
     return note
