@@ -16,6 +16,7 @@ from autoplan.held import mean_room, static_need
 from autoplan.memory import StageMemory
 from autoplan.search_options import alike, call_bytes
 from autoplan.settings import Setting
+from autoplan.stage_borders import crossing_places
 from autoplan.stage_bytes import rank_memory
 from autoplan.stage_ends import even_stage_ends, is_runnable
 
@@ -206,9 +207,8 @@ class _Ranks:
                 )
             )
         own = self.pricer.on_stage(self.setting, rank).cluster
-        crossing = (0, *trace.crossing_bytes, 0)
         place = rank if self.setting.schedule == "zero_bubble" else -1
-        borders = (start > 0 and crossing[start], end < len(trace.calls) and crossing[end])
+        borders = crossing_places(trace, range(start, end))
         return place, own, borders, self._kinds[start:end]
 
 

@@ -14,7 +14,15 @@ from functools import lru_cache
 from autoplan.block_work import BlockWork
 from autoplan.graph import CallTrace, Trace
 
-__all__ = ["Skip", "StageBorders", "borders_of", "carried_bytes", "kept_by", "unkept_bytes"]
+__all__ = [
+    "Skip",
+    "StageBorders",
+    "borders_of",
+    "carried_bytes",
+    "crossing_places",
+    "kept_by",
+    "unkept_bytes",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,3 +182,28 @@ def unkept_bytes(trace: Trace, kept: Sequence[Collection[str]]) -> int:
                 dropped[name] = 0 if value.name in kept[index] else value.nbytes
         most = max(most, sum(dropped.values()))
     return most
+
+
+def crossing_places(
+    trace: Trace, calls: range
+) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], tuple[tuple[int, int], ...]]:
+    """Return what crosses a stage's borders by the places where the stage makes and reads it.
+
+    Bytes and the calls that read it of what enters; bytes and the call that makes it, -1 where it
+    entered, of what leaves.
+
+    Stages of the same blocks in which these are equal hold the same of what crosses.
+    """
+    borders = borders_of(trace, calls)
+    reads: dict[str, list[int]] = {name: [] for name in borders.entering}
+    made: dict[str, int] = {}
+    for place, index in enumerate(calls):
+        call = trace.calls[index]
+        made.update(dict.fromkeys(call.outs, place))
+        for name in call.args:
+            if name in reads:
+                reads[name].append(place)
+    return (
+        tuple((nbytes, tuple(reads[name])) for name, nbytes in borders.entering.items()),
+        tuple((nbytes, made.get(name, -1)) for name, nbytes in borders.leaving.items()),
+    )

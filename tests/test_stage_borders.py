@@ -24,7 +24,7 @@ from autoplan.plan import Plan
 from autoplan.planner import make_planner
 from autoplan.setting_problem import _transfer_copies, _unkept_bytes, pipeline_problem
 from autoplan.settings import Setting
-from autoplan.stage_borders import borders_of
+from autoplan.stage_borders import borders_of, crossing_places
 from autoplan.stage_bytes import part_bytes, stage_blocks
 from autoplan.stage_walk import PartBytes
 from autoplan.tracer import trace
@@ -167,6 +167,25 @@ def test_the_borders_of_every_stage_are_what_crosses_its_cuts(skips: Trace) -> N
             after = skips.crossing_bytes[end - 1] if end < count else 0
             assert sum(borders.entering.values()) == before
             assert sum(borders.leaving.values()) == after
+
+
+def test_stages_are_alike_where_the_same_places_make_and_read_what_crosses(skips: Trace) -> None:
+    gpt = loaded("gpt")
+    chain = trace(gpt.model, gpt.batch, gpt.loss_fn, microbatch_size=1)
+    assert crossing_places(chain, range(2, 3)) == crossing_places(chain, range(3, 4))
+    count = len(skips.calls)
+    for start in range(1, count - 1):
+        borders = borders_of(skips, range(start, start + 1))
+        entering, leaving = crossing_places(skips, range(start, start + 1))
+        assert sum(nbytes for nbytes, _ in entering) == sum(borders.entering.values())
+        assert sum(nbytes for nbytes, _ in leaving) == sum(borders.leaving.values())
+        handed = [nbytes for nbytes, reads in entering if not reads]
+        assert sum(handed) <= sum(nbytes for nbytes, place in leaving if place < 0)
+    assert any(
+        not reads
+        for start in range(1, count - 1)
+        for _, reads in crossing_places(skips, range(start, start + 1))[0]
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt", "cnn", "unet"])
