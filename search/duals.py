@@ -40,7 +40,7 @@ class Duals:
 
     Attributes:
         best: the cheapest ways that were found to fit, None before there are any.
-        best_cost: of these; infinite.
+        best_cost: of these; infinite before there are any.
     """
 
     def __init__(self, costs: Sequence[Floats], held: Sequence[Floats], room: float) -> None:
