@@ -12,6 +12,7 @@ With `context_parallel` c and `expert_parallel` e on dp * c data-parallel ranks 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -26,24 +27,18 @@ from autoplan.expert_parallel import EXCHANGE, REORDER, ExpertParallel, divided
 from autoplan.graph import BlockTrace, Trace
 from autoplan.times import Timer
 from benchmarks.published_experts import Experts
-from benchmarks.published_models import Decoder, Shape, batch_of
+from benchmarks.published_models import Decoder, batch_of
+from tests import small_experts
+from tests.small_experts import CHOSEN, COUNT, MEGATRON
 
-COUNT, CHOSEN, WIDTH, TOKENS, ROWS = 8, 2, 256, 4096, 32
+WIDTH, TOKENS, ROWS = 256, 4096, MEGATRON["global_batch_size"]
 EXPERT_LAYERS = 2
-SHAPE = Shape(
+SHAPE = replace(
+    small_experts.SHAPE,
     layers=3,
     hidden=WIDTH,
-    heads=4,
-    kv_heads=4,
     ffn=512,
-    vocab=512,
     seq=TOKENS,
-    norm="rms",
-    position="rotary",
-    activation="swiglu",
-    is_tied=False,
-    has_bias=False,
-    kernels="megatron",
     experts=Experts(count=COUNT, chosen=CHOSEN, ffn=512, shared_ffn=128, dense_layers=1),
 )
 TRACES: dict[int, dict[int, Trace]] = {}
@@ -52,21 +47,13 @@ TRACES: dict[int, dict[int, Trace]] = {}
 
 @cache
 def price(cluster: str = "1x8:b200_sxm", *, context: int = 1, **options: Any) -> Estimate:
-    given: dict[str, Any] = {
-        "engine": "megatron-te",
-        "zero_stage": 1,
-        "mixed_precision": "bfloat16",
-        "tensor_layout": "megatron",
-        "stage_ends": "blocks",
-        "global_batch_size": ROWS,
-    }
     return autoplan.estimate(
         Decoder.on_meta(SHAPE),
         cluster,
         batch_of(SHAPE),
         context_parallel=context,
         traces=TRACES.setdefault(context, {}),
-        **{**given, **options},
+        **{**MEGATRON, **options},
     )
 
 

@@ -27,24 +27,9 @@ from autoplan.times import Timer
 from autoplan.tracer import trace
 from benchmarks.published_experts import Experts, Latent
 from benchmarks.published_models import Decoder, Shape, batch_of
+from tests.small_experts import CHOSEN, COUNT, MEGATRON, SHAPE
 
-COUNT, CHOSEN, WIDTH, FFN, TOKENS = 8, 2, 64, 128, 128
-SHAPE = Shape(
-    layers=4,
-    hidden=WIDTH,
-    heads=4,
-    kv_heads=4,
-    ffn=256,
-    vocab=512,
-    seq=TOKENS,
-    norm="rms",
-    position="rotary",
-    activation="swiglu",
-    is_tied=False,
-    has_bias=False,
-    kernels="megatron",
-    experts=Experts(count=COUNT, chosen=CHOSEN, ffn=FFN, shared_ffn=32, dense_layers=2),
-)
+WIDTH, FFN, TOKENS = SHAPE.hidden, 128, SHAPE.seq
 EXPERT_BYTES = 2 * COUNT * 3 * WIDTH * FFN  # of a layer, in bfloat16
 
 
@@ -58,16 +43,8 @@ def of_experts(model: Trace) -> BlockTrace:
 
 
 def price(cluster: str = "1x8:b200_sxm", **options: Any) -> Estimate:
-    given: dict[str, Any] = {
-        "engine": "megatron-te",
-        "zero_stage": 1,
-        "mixed_precision": "bfloat16",
-        "tensor_layout": "megatron",
-        "stage_ends": "blocks",
-        "global_batch_size": 32,
-    }
     return autoplan.estimate(
-        Decoder.on_meta(SHAPE), cluster, batch_of(SHAPE), **{**given, **options}
+        Decoder.on_meta(SHAPE), cluster, batch_of(SHAPE), **{**MEGATRON, **options}
     )
 
 

@@ -10,34 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoplan.search.deals import deal_rank, grown_ways, undominated
-
-NUMBERS = st.integers(0, 12)
-
-
-@st.composite
-def ranks(draw: st.DrawFn) -> tuple[list[np.ndarray], list[np.ndarray], float]:
-    """Draw costs by stage and way, what ways hold at each instant, and a room."""
-    instants = draw(st.integers(1, 3))
-    costs, held = [], []
-    for _ in range(draw(st.integers(1, 4))):
-        ways = draw(st.integers(1, 4))
-        costs.append(np.array(draw(st.lists(NUMBERS, min_size=ways, max_size=ways)), dtype=float))
-        rows = st.lists(NUMBERS, min_size=ways, max_size=ways)
-        own = draw(st.lists(rows, min_size=instants, max_size=instants))
-        held.append(np.array(own, dtype=float))
-    return costs, held, float(draw(st.integers(0, 40)))
+from tests.search.dealt_ranks import NUMBERS, Rank, fitting_costs, ranks
 
 
 @given(ranks())
 def test_the_ways_of_a_rank_are_the_cheapest_that_fit_at_every_instant(
-    rank: tuple[list[np.ndarray], list[np.ndarray], float],
+    rank: Rank,
 ) -> None:
     costs, held, room = rank
-    fitting = [
-        sum(float(c[way]) for c, way in zip(costs, ways, strict=True))
-        for ways in itertools.product(*(range(len(c)) for c in costs))
-        if np.max(sum(own[:, way] for own, way in zip(held, ways, strict=True))) <= room
-    ]
+    fitting = fitting_costs(rank)
     found = deal_rank(costs, held, room)
     if found is None:
         assert not fitting

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,24 +10,7 @@ from ortools.linear_solver import pywraplp
 
 from autoplan.search.deals import deal_rank
 from autoplan.search.duals import Duals
-
-NUMBERS = st.integers(0, 12)
-Rank = tuple[list[np.ndarray], list[np.ndarray], float]
-
-
-@st.composite
-def ranks(draw: st.DrawFn) -> Rank:
-    """Draw costs by stage and way, what ways hold at each instant, and a room."""
-    instants = draw(st.integers(1, 3))
-    costs, held = [], []
-    for _ in range(draw(st.integers(1, 4))):
-        ways = draw(st.integers(1, 4))
-        rows = st.lists(NUMBERS, min_size=ways, max_size=ways)
-        costs.append(np.array(draw(rows), dtype=float))
-        held.append(
-            np.array(draw(st.lists(rows, min_size=instants, max_size=instants)), dtype=float)
-        )
-    return costs, held, float(draw(st.integers(0, 40)))
+from tests.search.dealt_ranks import Rank, fitting_costs, ranks
 
 
 def many_stages(seed: int) -> Rank:
@@ -66,11 +47,7 @@ def linear_bound(rank: Rank) -> float:
 @given(ranks())
 def test_prices_bound_every_way_that_fits_and_what_is_kept_fits(rank: Rank) -> None:
     costs, held, room = rank
-    fitting = [
-        sum(float(c[way]) for c, way in zip(costs, ways, strict=True))
-        for ways in itertools.product(*(range(len(c)) for c in costs))
-        if np.max(sum(own[:, way] for own, way in zip(held, ways, strict=True))) <= room
-    ]
+    fitting = fitting_costs(rank)
     duals = Duals(costs, held, room)
     prices, bound = duals.best_prices()
     assert (prices >= 0).all()
