@@ -34,8 +34,7 @@ DIRECTION_BY_ROLE: dict[str, GemmDirection] = {
 
 # Device of devices.csv that the donor GPUs of gemm_efficiency.csv are.
 DONOR_DEVICES = {"A100-PCIe-80": ("A100-PCIe-80", "A100-PCIe"), "B200": ("B200-SXM",)}
-# The tensor-core peak of the donors of attention_kernels.csv, by name there.
-ATTENTION_PEAK_TFLOPS = {"A100-SXM4-80": 312.0, "H100-SXM5-80": 989.0}  # devices.csv, peak_bf16
+# The donors of attention_kernels.csv, by name there.
 ATTENTION_FAMILIES = {"A100-SXM4-80": ("A100-SXM",), "H100-SXM5-80": ("H100-SXM",)}
 OWN_ATTENTION = {"a100_sxm_80gb": "A100-SXM4-80", "h100_sxm_80gb": "H100-SXM5-80"}
 
@@ -74,6 +73,17 @@ def _density(
     return peak.value / (watts or measurements.need(family, "tdp").value)
 
 
+def _sustained_shares(
+    source: DeviceSource, donor: Sequence[str | None], measurements: Measurements
+) -> tuple[float, float]:
+    """Return what the power limits of a device and of its donor leave of their best rates."""
+    ours, theirs = (
+        sustained_share(measurements, _density(measurements, family, watts))
+        for family, watts in ((source.family, source.watts), (donor, None))
+    )
+    return ours, theirs
+
+
 def gemm_tables(
     source: DeviceSource, measurements: Measurements, dtype: str, peak: float
 ) -> tuple[tuple[GemmTable, ...], Origins]:
@@ -96,10 +106,7 @@ def gemm_tables(
     kind: OriginKind = "published"
     is_own = source.name.startswith(("b200", "a100_pcie"))
     is_relative = source.gemm_donor == "B200"  # of one generation: the same share is sustained
-    shares = tuple(
-        1.0 if is_relative else sustained_share(measurements, _density(measurements, family, watts))
-        for family, watts in ((source.family, source.watts), (donor_device, None))
-    )
+    shares = (1.0, 1.0) if is_relative else _sustained_shares(source, donor_device, measurements)
     if is_own:
         factor = 1.0
     elif is_relative and ours is not None:
@@ -179,11 +186,13 @@ def _flash(
     both = _bars(measurements, source.attention_donor, impl, "fwd+bwd")
     h100_both = _bars(measurements, "H100-SXM5-80", "FA2", "fwd+bwd")
     h100_forward = _bars(measurements, "H100-SXM5-80", "FA2", "fwd")
-    donor_peak = ATTENTION_PEAK_TFLOPS[source.attention_donor] * 1e12
+    donor = ATTENTION_FAMILIES[source.attention_donor]
+    donor_peak = measurements.need(donor, "peak_bf16").value * 1e12
     is_own = OWN_ATTENTION.get(source.name) == source.attention_donor or source.name.startswith(
         ("a100", "h200")
     )
-    power_share = _power_share(source, measurements)
+    ours, theirs = _sustained_shares(source, donor, measurements)
+    power_share = ours / theirs
     factor = 1.0 if is_own else peak / donor_peak * power_share
     rates: dict[tuple[str, bool], list[tuple[int, int, int, float]]] = {}
     for (is_causal, head_dim, seq), (combined, groups, _) in both.items():
@@ -206,16 +215,6 @@ def _flash(
             device=source.attention_donor,
         )
     }
-
-
-def _power_share(source: DeviceSource, measurements: Measurements) -> float:
-    """Return what a power limit leaves of a rate, relative to the device attention was timed on."""
-    donor = ATTENTION_FAMILIES[source.attention_donor]
-    ours, theirs = (
-        sustained_share(measurements, _density(measurements, family, watts))
-        for family, watts in ((source.family, source.watts), (donor, None))
-    )
-    return ours / theirs
 
 
 def _attention_text(

@@ -119,7 +119,7 @@ def deal_rank(
     known, limit = duals.best, duals.best_cost
     step = max(1.0, _FIRST_STEP * abs(bound))
     for _ in range(_MOST_STEPS):
-        if known is not None and limit - bound <= close:
+        if limit - bound <= close:
             break
         wanted = min(bound + step, limit)
         ways, is_proof = _ways_within(
@@ -127,15 +127,15 @@ def deal_rank(
         )
         if ways is not None:
             cost = float(sum(c[way] for c, way in zip(costs, ways, strict=True)))
-            if known is None or cost < limit:
+            if cost < limit:
                 known, limit = ways, cost
-            bound = max(bound, limit) if is_proof else bound
+            if is_proof:
+                bound = max(bound, limit)
             break
-        if not is_proof:
-            if known is not None:
-                break
-        else:
+        if is_proof:
             bound = max(bound, wanted)
+        elif known is not None:
+            break
         step *= _STEP_GROWTH
     return None if known is None else Deal(ways=known, cost=limit, bound=min(bound, limit))
 
@@ -179,9 +179,9 @@ def _ways_within(
         promised = (promise[:, None] + own_promises).ravel()
         kept = np.nonzero((promised <= limit) & (grown + cheapest <= limit))[0]
         if len(kept) > _MAX_GROWN:
-            is_proof = False
             if needs_proof:
-                break
+                return None, False
+            is_proof = False
             kept = kept[np.argpartition(promised[kept], _MAX_GROWN)[:_MAX_GROWN]]
         parents, ways = kept // len(own_costs), kept % len(own_costs)
         total = used[:, parents] + own_held[:, ways]
@@ -190,9 +190,9 @@ def _ways_within(
         if len(kept) > 1:
             chosen = _useful(grown[kept], total)
             if len(chosen) > _MAX_LABELS:
-                is_proof = False
                 if needs_proof:
-                    break
+                    return None, False
+                is_proof = False
                 best = np.argsort(promised[kept][chosen], kind="stable")
                 chosen = chosen[best[: _MAX_LABELS // 3]]
             kept, parents, ways = kept[chosen], parents[chosen], ways[chosen]
@@ -201,8 +201,6 @@ def _ways_within(
             return None, is_proof
         cost, used, promise = grown[kept], total, promised[kept]
         history.append((parents, ways))
-    if needs_proof and not is_proof:
-        return None, False
     label = int(cost.argmin())
     found = []
     for parents, ways in reversed(history):

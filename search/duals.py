@@ -162,14 +162,12 @@ class Duals:
         """Change ways one stage at a time until they fit, then while that makes them cheaper."""
         ways = ways.copy()
         used = self.held[self.stages, ways].sum(axis=0)
-        is_mended = False
         for _ in range(4 * len(ways)):
             more = self.cost - self.cost[self.stages, ways][:, None]
             then = used + self.held - self.held[self.stages, ways][:, None]
             over = np.maximum(0.0, then - self.room).sum(axis=2)
             now = float(np.maximum(0.0, used - self.room).sum())
-            is_mended = now == 0
-            if is_mended:
+            if now == 0:
                 gain = np.where(over == 0, -more, -np.inf)
             else:
                 less = now - over
@@ -183,7 +181,7 @@ class Duals:
             stage, way = divmod(place, self.cost.shape[1])
             used = used + self.held[stage, way] - self.held[stage, ways[stage]]
             ways[stage] = way
-        if is_mended and (used <= self.room).all():
+        if (used <= self.room).all():
             self._take(ways)
 
 

@@ -175,6 +175,11 @@ class _MeshSearch:
             return None
         return self.best.solution.objective
 
+    @property
+    def to_beat(self) -> int | None:
+        """Return the objective of the best candidate, before there is one the search's cutoff."""
+        return self.cutoff if self.objective is None else self.objective
+
     def cutoff_of(self, entry: _Entry) -> int | None:
         """Return the objective that a candidate must stay below to become the best."""
         if self.best is None or self.objective is None:
@@ -184,9 +189,8 @@ class _MeshSearch:
     def bound(self) -> int:
         """Return the proven bound of the whole search."""
         bounds = [entry.bound for entry in self.entries if not entry.is_settled]
-        known = self.cutoff if self.objective is None else self.objective
-        if known is not None:
-            bounds.append(known)
+        if self.to_beat is not None:
+            bounds.append(self.to_beat)
         return min(bounds, default=0)
 
     def step(self) -> None:
@@ -341,11 +345,10 @@ class _MeshSearch:
             if entry.is_exhausted:
                 return "unexplored", "what was found is not faster, its bound is"
             return "unexplored", "the search ended before this setting was settled"
-        best = self.cutoff if self.objective is None else self.objective
-        assert best is not None, "settled without a solution, but not infeasible"
+        assert self.to_beat is not None, "settled without a solution, but not infeasible"
         if entry.solution is not None:
-            return "slower", _slower_by(entry.solution.objective, best, "it is")
-        return "cut", _slower_by(entry.bound, best, "it is at least")
+            return "slower", _slower_by(entry.solution.objective, self.to_beat, "it is")
+        return "cut", _slower_by(entry.bound, self.to_beat, "it is at least")
 
 
 def search_settings(

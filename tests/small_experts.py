@@ -1,8 +1,11 @@
-"""A small decoder with experts, and how Megatron-LM would train it, for tests of prices."""
+"""Small decoders with experts, and how Megatron-LM would train one, for tests of prices."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from benchmarks.published_experts import Experts
 from benchmarks.published_models import Shape
@@ -32,3 +35,20 @@ MEGATRON: dict[str, Any] = {
     "stage_ends": "blocks",
     "global_batch_size": 32,
 }
+
+
+def mixtral() -> tuple[MixtralForCausalLM, dict[str, torch.Tensor]]:
+    """Return a model of transformers of the same width, and a batch of one row."""
+    config = MixtralConfig(
+        hidden_size=SHAPE.hidden,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=COUNT,
+        vocab_size=SHAPE.vocab,
+    )
+    with torch.device("meta"):
+        model = MixtralForCausalLM(config).to(torch.bfloat16)
+    ids = torch.zeros(1, SHAPE.seq, dtype=torch.int64, device="meta")
+    return model, {"input_ids": ids, "labels": ids}

@@ -17,8 +17,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
-from transformers import MixtralConfig, MixtralForCausalLM
 
 import autoplan
 from autoplan.cluster import Cluster
@@ -29,7 +27,7 @@ from autoplan.times import Timer
 from benchmarks.published_experts import Experts
 from benchmarks.published_models import Decoder, batch_of
 from tests import small_experts
-from tests.small_experts import CHOSEN, COUNT, MEGATRON
+from tests.small_experts import CHOSEN, COUNT, MEGATRON, mixtral
 
 WIDTH, TOKENS, ROWS = 256, 4096, MEGATRON["global_batch_size"]
 EXPERT_LAYERS = 2
@@ -138,19 +136,7 @@ def test_tensor_parallel_layers_and_stages_change_neither_law() -> None:
 
 def test_rows_that_are_sorted_by_expert_may_be_of_a_part_of_the_tokens() -> None:
     """Transformers sorts and counts the experts that rows chose; each rank does so with its own."""
-    config = MixtralConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=COUNT,
-        vocab_size=512,
-    )
-    with torch.device("meta"):
-        model = MixtralForCausalLM(config).to(torch.bfloat16)
-    ids = torch.zeros(1, 128, dtype=torch.int64, device="meta")
-    batch = {"input_ids": ids, "labels": ids}
+    model, batch = mixtral()
     options: dict[str, Any] = {"global_batch_size": 16, "engine": "megatron", "zero_stage": 1}
 
     def price_of(**more: Any) -> Estimate:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import MixtralConfig, MixtralForCausalLM
 
 import autoplan
 from autoplan.cluster import Cluster
@@ -27,7 +27,7 @@ from autoplan.times import Timer
 from autoplan.tracer import trace
 from benchmarks.published_experts import Experts, Latent
 from benchmarks.published_models import Decoder, Shape, batch_of
-from tests.small_experts import CHOSEN, COUNT, MEGATRON, SHAPE
+from tests.small_experts import CHOSEN, COUNT, MEGATRON, SHAPE, mixtral
 
 WIDTH, FFN, TOKENS = SHAPE.hidden, 128, SHAPE.seq
 EXPERT_BYTES = 2 * COUNT * 3 * WIDTH * FFN  # of a layer, in bfloat16
@@ -186,19 +186,7 @@ def test_a_model_without_experts_cannot_divide_them() -> None:
 
 
 def test_experts_of_transformers_are_divided_with_their_transposed_matrices() -> None:
-    config = MixtralConfig(
-        hidden_size=WIDTH,
-        intermediate_size=FFN,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=COUNT,
-        vocab_size=512,
-    )
-    with torch.device("meta"):
-        model = MixtralForCausalLM(config).to(torch.bfloat16)
-    ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
-    batch = {"input_ids": ids, "labels": ids}
+    model, batch = mixtral()
     options: dict[str, Any] = {"global_batch_size": 16, "engine": "megatron", "zero_stage": 1}
     traces: dict[int, Trace] = {}
 
@@ -225,7 +213,8 @@ def test_grouped_products_take_the_time_that_was_measured_of_them() -> None:
     )
 
 
-MIXTRAL = Shape(
+MIXTRAL = replace(
+    SHAPE,
     layers=32,
     hidden=4096,
     heads=32,
@@ -233,19 +222,14 @@ MIXTRAL = Shape(
     ffn=14336,
     vocab=32000,
     seq=64,
-    norm="rms",
-    position="rotary",
-    activation="swiglu",
-    is_tied=False,
-    has_bias=False,
-    kernels="megatron",
     experts=Experts(count=8, chosen=2, ffn=14336),
 )
 LATENT = Latent(query_rank=1536, key_rank=512, key=128, position=64, value=128)
 
 
 def _deepseek(layers: int, hidden: int, ffn: int, vocab: int, experts: Experts) -> Shape:
-    return Shape(
+    return replace(
+        SHAPE,
         layers=layers,
         hidden=hidden,
         heads=128,
@@ -253,12 +237,6 @@ def _deepseek(layers: int, hidden: int, ffn: int, vocab: int, experts: Experts) 
         ffn=ffn,
         vocab=vocab,
         seq=64,
-        norm="rms",
-        position="rotary",
-        activation="swiglu",
-        is_tied=False,
-        has_bias=False,
-        kernels="megatron",
         experts=experts,
         latent=LATENT,
     )

@@ -43,6 +43,17 @@ def timeless(plan: Plan) -> Plan:
     return replace(plan, search=replace(plan.search, wall_time_s=0.0), question=None)
 
 
+def tiny_job() -> TrainingJob:
+    """Return a model that is small enough to be planned several times."""
+    return TrainingJob(
+        TinyGPT(depth=1),
+        "1x2:a100_sxm_40gb",
+        torch.randint(0, 50, (2, 16)),
+        loss_fn=mean_square,
+        global_batch_size=8,
+    )
+
+
 def planned(planner: Planner, workers: int) -> Plan | None:
     planner.workers = workers
     try:
@@ -63,13 +74,7 @@ def test_traces_of_other_processes_give_the_same_plan(pins: dict[str, int]) -> N
     def made(workers: int) -> Plan:
         return find_plan(
             make_planner(
-                TrainingJob(
-                    TinyGPT(depth=1),
-                    "1x2:a100_sxm_40gb",
-                    torch.randint(0, 50, (2, 16)),
-                    loss_fn=mean_square,
-                    global_batch_size=8,
-                ),
+                tiny_job(),
                 pins=pins,
                 workers=workers,
             )
@@ -85,13 +90,7 @@ def test_a_size_that_was_traced_elsewhere_is_not_captured_again(
 ) -> None:
     """Its program, by which layouts are checked, comes with its trace."""
     planner = make_planner(
-        TrainingJob(
-            TinyGPT(depth=1),
-            "1x2:a100_sxm_40gb",
-            torch.randint(0, 50, (2, 16)),
-            loss_fn=mean_square,
-            global_batch_size=8,
-        ),
+        tiny_job(),
         pins={"tp": 2, "num_microbatches": 4},
         workers=2,
     )
@@ -120,13 +119,7 @@ def test_workers_below_one_are_refused() -> None:
 def test_a_process_with_threads_of_autograd_traces_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork of it would stand still in its first backward, which a trace runs."""
     planner = make_planner(
-        TrainingJob(
-            TinyGPT(depth=1),
-            "1x2:a100_sxm_40gb",
-            torch.randint(0, 50, (2, 16)),
-            loss_fn=mean_square,
-            global_batch_size=8,
-        ),
+        tiny_job(),
         workers=2,
     )
     monkeypatch.setattr(tracing_ahead, "has_autograd_threads", lambda: True)
